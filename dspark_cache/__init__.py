@@ -1,0 +1,75 @@
+"""Versioned, verified caches of a frozen LLM's hidden states, for training speculative-decoding drafts.
+
+    conversations -> tokens/ -> features.json (blocks in scratch) -> cache/ -> reports/
+
+Importing this package loads torch and safetensors only: a training machine needs no more. The names below are
+those of the reference's `dspark_cache` module, with its signatures; `dspark_cache.offline_cache` has the generic
+ones. The pipeline's modules (`settings`, `tokens`, `capture`, `publish`, `verify`) are imported by the stages.
+"""
+
+from dspark_cache.chat_template_hash import tokenizer_chat_template_sha256
+from dspark_cache.errors import (
+    CacheFormatError,
+    CacheNotFoundError,
+    CaptureError,
+    DsparkCacheError,
+    InputError,
+    LockedError,
+    RowError,
+    SettingsError,
+    VerificationError,
+)
+from dspark_cache.loaders import build_cached_dspark_dataloader
+from dspark_cache.loaders import collate_dspark as _collate_cached
+from dspark_cache.manifest import (
+    build_cache_manifest,
+    ensure_manifest_complete,
+    manifest_mismatch_fields,
+    read_manifest,
+    write_manifest,
+)
+from dspark_cache.produce import compute_batch_cache
+from dspark_cache.reader import CachedDSparkDataset
+from dspark_cache.schema import CACHE_KEYS, DTYPE_MAP, MANIFEST_DEFAULTS
+from dspark_cache.schema import DSPARK_FORMAT_VERSION as _FORMAT_VERSION
+from dspark_cache.schema import DSPARK_NAME as _CACHE_NAME
+from dspark_cache.schema import IDENTITY_EXEMPT as _IDENTITY_EXEMPT_FIELDS
+from dspark_cache.schema import TARGET_WEIGHTS_NAME as _TARGET_WEIGHTS_NAME
+from dspark_cache.schema import VERSION as __version__
+from dspark_cache.shards import write_shard
+from dspark_cache.target_weights import read_target_weight_modules, write_target_weights
+from dspark_cache.target_weights import target_weights_path as _target_weights_path
+
+__all__ = [
+    "CACHE_KEYS",
+    "DTYPE_MAP",
+    "MANIFEST_DEFAULTS",
+    "_CACHE_NAME",
+    "_FORMAT_VERSION",
+    "_IDENTITY_EXEMPT_FIELDS",
+    "_TARGET_WEIGHTS_NAME",
+    "CacheFormatError",
+    "CacheNotFoundError",
+    "CachedDSparkDataset",
+    "CaptureError",
+    "DsparkCacheError",
+    "InputError",
+    "LockedError",
+    "RowError",
+    "SettingsError",
+    "VerificationError",
+    "__version__",
+    "_collate_cached",
+    "_target_weights_path",
+    "build_cache_manifest",
+    "build_cached_dspark_dataloader",
+    "compute_batch_cache",
+    "ensure_manifest_complete",
+    "manifest_mismatch_fields",
+    "read_manifest",
+    "read_target_weight_modules",
+    "tokenizer_chat_template_sha256",
+    "write_manifest",
+    "write_shard",
+    "write_target_weights",
+]

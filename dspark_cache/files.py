@@ -1,0 +1,254 @@
+"""Putting files and folders in place: the only module that renames, and the only one that locks.
+
+A file is written under a unique temporary name in its own folder, flushed to the disk, renamed, and its folder
+flushed too: after a crash or a power loss there is the old file, the new file or none, never half of one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from dspark_cache.errors import LockedError, SettingsError
+from dspark_cache.strict_json import is_int
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+
+TEMPORARY_PREFIX = ".tmp-"
+BUILDING_SUFFIX = ".building"
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without copying them; writable, valid while it lives."""
+    import ctypes
+
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError("byte_view needs a contiguous tensor on the CPU")
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(bytearray())
+    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename in it survives a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _create_temporary(path: Path) -> tuple[Path, int]:
+    """Create an empty file beside `path`; return it and the permissions that the umask leaves."""
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(6)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    mode = os.fstat(descriptor).st_mode & 0o7777
+    os.close(descriptor)
+    return temporary, mode
+
+
+@contextmanager
+def put_file(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to; on leaving, put it in place of `path`, durably and at once.
+
+    The block may replace the temporary file itself, as safetensors' `save_file` does. If the block raises, the
+    temporary file is removed and `path` is as it was.
+
+    Raises:
+        OSError: The disk is full, read-only or failing; `path` is as it was.
+    """
+    temporary, mode = _create_temporary(path)
+    try:
+        yield temporary
+        os.chmod(temporary, mode)  # noqa: PTH101 - pathlib's chmod is the same call
+        _sync_file(temporary)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def put_bytes(path: Path, content: bytes) -> None:
+    """Put a small file in place."""
+    with put_file(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def dump_json(value: Any) -> str:
+    """Return JSON text as the reference's manifests have it: sorted, two spaces, ASCII, no final newline."""
+    return json.dumps(value, indent=2, sort_keys=True)
+
+
+def put_json(path: Path, value: Any) -> None:
+    """Put `value` in place as a JSON file ending in a newline."""
+    put_bytes(path, (dump_json(value) + "\n").encode())
+
+
+def remove_temporaries(folder: Path) -> list[str]:
+    """Remove what a killed writer left in `folder`; the caller holds the folder's lock. Return the names."""
+    left = sorted(entry.name for entry in folder.iterdir() if entry.name.startswith(TEMPORARY_PREFIX))
+    for name in left:
+        (folder / name).unlink()
+    return left
+
+
+@contextmanager
+def put_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder to fill; on leaving, put it in place of `path` by one rename.
+
+    It is built beside `path` as `.NAME.building`. What a killed run left there is removed first; a folder that
+    another process is filling is refused.
+
+    Raises:
+        LockedError: Another process is building the same folder.
+        SettingsError: `path` exists and is no folder.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise SettingsError(f"{path} is in the way: expected no file or a folder, move it away")
+    building = path.with_name(f".{path.name}{BUILDING_SUFFIX}")
+    with FileLock(building.with_name(building.name + ".lock")):
+        if building.exists():
+            shutil.rmtree(building)
+        building.mkdir(parents=True)
+        yield building
+        sync_folder(building)
+        _replace_folder(building, path)
+
+
+def _replace_folder(building: Path, path: Path) -> None:
+    """Rename `building` to `path`; an earlier folder there steps aside first and is removed afterwards."""
+    aside = path.with_name(f".{path.name}.old{BUILDING_SUFFIX}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    if path.exists():
+        path.rename(aside)
+    building.rename(path)
+    sync_folder(path.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+_HELD: WeakSet[FileLock] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close lock descriptors in a forked child: a worker must not keep its dead owner's lock alive."""
+    for lock in list(_HELD):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class FileLock:
+    """An exclusive lock on a file that names its holder; released when the process ends, however it ends.
+
+    The kernel drops the lock of a dead process of this host, so that the next one takes it over. A holder on
+    another host is known only by its name in the file and is never taken over: `break_lock` is for a person who
+    knows that it is gone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Prepare the lock on `path`; the file is created when the lock is taken and stays there, empty."""
+        self._path = path
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> FileLock:
+        """Take the lock or raise `LockedError` naming the holder."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        holder = _try_lock(descriptor)
+        if holder is not None:
+            os.close(descriptor)
+            raise LockedError(_locked_message(self._path, holder))
+        _write_holder(descriptor, {"host": socket.gethostname(), "pid": os.getpid()})
+        self._descriptor = descriptor
+        _HELD.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the lock."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptor without releasing what another process may hold through it."""
+        descriptor, self._descriptor = self._descriptor, None
+        _HELD.discard(self)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> dict[str, object] | None:
+    """Lock an open lock file; return what is known of the holder where that is refused."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(descriptor)
+    holder = _holder(descriptor)
+    return holder if holder.get("host") not in (None, socket.gethostname()) else None
+
+
+def _holder(descriptor: int) -> dict[str, object]:
+    with suppress(ValueError, AttributeError):
+        found = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+        return {"host": found.get("host"), "pid": found.get("pid")}
+    return {}
+
+
+def _write_holder(descriptor: int, holder: dict[str, object]) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _locked_message(path: Path, holder: dict[str, object]) -> str:
+    pid = holder.get("pid")
+    who = f"process {pid} on host {holder.get('host')}" if is_int(pid) else "another process"
+    text = f"{path.parent} is being written by {who} (lock {path})"
+    if holder.get("host") not in (None, socket.gethostname()):
+        text += "; if that host is gone for good: dspark-cache clean --break-lock"
+    return text
+
+
+def break_lock(path: Path) -> bool:
+    """Forget a holder on another host; say whether there was one. A live holder of this host keeps its lock.
+
+    Raises:
+        LockedError: A process of this host holds the lock.
+    """
+    if not path.exists():
+        return False
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        had_holder = bool(_holder(descriptor).get("host"))
+        os.ftruncate(descriptor, 0)
+    except BlockingIOError:
+        raise LockedError(_locked_message(path, _holder(descriptor))) from None
+    finally:
+        os.close(descriptor)
+    return had_holder

@@ -1,0 +1,239 @@
+"""Publishing: captured blocks and tokens in, a padded cache (format version 1) out, put in place by one rename.
+
+Rows are streamed from the blocks into the shards, one sample at a time, each byte hashed once as it is written;
+the zeros after a sample's end are holes. The manifest goes down first as incomplete and is completed last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError
+from dspark_cache.files import dump_json, put_file, put_folder, put_json
+from dspark_cache.ledger import Ledger, Place, place_samples
+from dspark_cache.manifest import build_cache_manifest, write_manifest
+from dspark_cache.reader import sample_specs
+from dspark_cache.schema import (
+    CACHE_KEYS,
+    DSPARK_FORMAT_VERSION,
+    DTYPE_MAP,
+    EMBED_KEY,
+    HIDDEN,
+    INPUT_IDS,
+    LM_HEAD_KEY,
+    MANIFEST_NAME,
+    PROVENANCE_NAME,
+    STAGE_VERSIONS,
+    TARGET_WEIGHTS_NAME,
+    TensorSpec,
+)
+from dspark_cache.shard_file import ShardFile, ShardWriter
+from dspark_cache.shards import num_shards, shard_name
+from dspark_cache.target_weights import put_target_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from dspark_cache.progress import Progress
+    from dspark_cache.settings import CacheSettings
+    from dspark_cache.tokens import Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSample:
+    """One sample of the cache: its index in `tokens/` and where its states lie."""
+
+    index: int
+    place: Place
+
+
+class _Source:
+    """Reads samples' rows from tokens and blocks; one block file is open at a time."""
+
+    def __init__(self, tokens: Tokens, store: BlockStore, dtype: torch.dtype) -> None:
+        self._tokens = tokens
+        self._store = store
+        self._dtype = dtype
+        self._open: tuple[str, ShardFile] | None = None
+
+    def rows(self, key: str, sample: PlacedSample) -> torch.Tensor:
+        """Return the rows [T, ...] of a sample's real tokens as a padded shard stores them."""
+        if key == INPUT_IDS:
+            return self._tokens.input_ids(sample.index).to(torch.int64)
+        if key not in (HIDDEN, CACHE_KEYS[-1]):
+            return self._tokens.loss_mask(sample.index).to(torch.int64)
+        rows = self._block(sample.place.block).read_rows(key, sample.place.start, sample.place.stop)
+        cast = rows.to(self._dtype)
+        if cast is not rows and not bool(torch.isfinite(cast).all()):
+            largest = float(rows.abs().max())
+            raise CaptureError(
+                f"sample {sample.index}: {key} does not fit into cache.dtype {self._dtype}: its largest value is "
+                f"{largest:.6g}; use cache.dtype: bf16 or fp32"
+            )
+        return cast
+
+    def _block(self, block: Block) -> ShardFile:
+        if self._open is None or self._open[0] != block.name:
+            self._open = (block.name, self._store.open(block))
+        return self._open[1]
+
+
+def ensure_blocks(ledger: Ledger, store: BlockStore) -> None:
+    """Check that the blocks of the ledger and the weights are in scratch, before anything is written.
+
+    Raises:
+        CacheNotFoundError: Some are gone or are others; the folder and the ways out are named.
+    """
+    faults = []
+    for block in ledger.blocks:
+        try:
+            store.open(block)
+        except (CacheNotFoundError, CacheFormatError) as error:
+            faults.append(str(error))
+    if not (store.folder / WEIGHTS_NAME).is_file():
+        faults.append(f"no such file: {store.folder / WEIGHTS_NAME}")
+    if faults:
+        raise CacheNotFoundError(
+            f"{len(faults)} files of captured states in {store.folder} are gone or changed, the first: {faults[0]}; "
+            "either revert the param (dvc repro restores the old cache), or capture again with "
+            "dvc repro -f -s capture && dvc repro"
+        )
+
+
+def publish_cache(
+    tokens: Tokens,
+    ledger: Ledger,
+    store: BlockStore,
+    settings: CacheSettings,
+    path: Path,
+    make_progress: Callable[[int], Progress],
+) -> None:
+    """Write the cache at `path`; it appears there complete or not at all.
+
+    Args:
+        tokens: The samples.
+        ledger: What was captured.
+        store: The blocks.
+        settings: Section `cache`.
+        path: Folder of the cache; an earlier one is replaced.
+        make_progress: Given the number of bytes to write.
+
+    Raises:
+        CacheNotFoundError: Blocks are gone.
+        CacheFormatError: A sample is in no block.
+        CaptureError: A value does not fit into the cache's dtype.
+        LockedError: Another process is writing the same cache.
+    """
+    ensure_blocks(ledger, store)
+    lengths = [tokens.length(index) for index in range(len(tokens))]
+    placed = place_samples(ledger, tokens.keys(), lengths)
+    samples = [PlacedSample(index=index, place=place) for index, place in enumerate(placed) if place is not None]
+    manifest = build_manifest(tokens, ledger, settings, num_samples=len(samples))
+    specs = sample_specs(manifest)
+    source = _Source(tokens, store, DTYPE_MAP[settings.dtype])
+    total = len(samples) * sum(spec.num_bytes for spec in _stacked(specs, 1).values())
+    with put_folder(path) as folder, make_progress(total) as progress:
+        write_manifest(folder, {**manifest, "complete": False})
+        files = {}
+        for shard in range(num_shards(len(samples), settings.shard_size)):
+            part = samples[shard * settings.shard_size : (shard + 1) * settings.shard_size]
+            files[shard_name(shard)] = _write_shard(folder / shard_name(shard), part, specs, source, tokens, progress)
+        files[TARGET_WEIGHTS_NAME] = _write_weights(folder / TARGET_WEIGHTS_NAME, ledger, store, settings)
+        final = dump_json({**manifest, "complete": True, "format_version": DSPARK_FORMAT_VERSION}).encode()
+        files[MANIFEST_NAME] = {"bytes": len(final), "sha256": hashlib.sha256(final).hexdigest()}
+        put_json(folder / PROVENANCE_NAME, provenance(tokens, ledger, files))
+        write_manifest(folder, {**manifest, "complete": True})
+
+
+def build_manifest(tokens: Tokens, ledger: Ledger, settings: CacheSettings, *, num_samples: int) -> dict[str, Any]:
+    """Return the manifest of the cache, without its `complete` marker."""
+    made_from = tokens.identity
+    return build_cache_manifest(
+        target_model=ledger.target_model,
+        target_model_type=ledger.target_model_type,
+        target_text_config=ledger,
+        seq_length=tokens.seq_length,
+        dtype=settings.dtype,
+        num_samples=num_samples,
+        shard_size=settings.shard_size,
+        target_layer_ids=ledger.layer_ids,
+        train_data_path=made_from["train_data_path"],
+        train_split=made_from["train_split"],
+        shuffle_seed=made_from["shuffle_seed"],
+        mask_reasoning_content=made_from["mask_reasoning_content"],
+        chat_template_sha256=made_from["chat_template_sha256"],
+        mask_generation_prompt=made_from["mask_generation_prompt"],
+    )
+
+
+def _stacked(specs: dict[str, TensorSpec], rows: int) -> dict[str, TensorSpec]:
+    return {key: TensorSpec(dtype=spec.dtype, shape=(rows, *spec.shape)) for key, spec in specs.items()}
+
+
+def _write_shard(
+    path: Path,
+    samples: Sequence[PlacedSample],
+    specs: dict[str, TensorSpec],
+    source: _Source,
+    tokens: Tokens,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write one padded shard and return its entry in provenance.json."""
+    stacked = _stacked(specs, len(samples))
+    with put_file(path) as temporary, ShardWriter(temporary, stacked) as writer:
+        for key, spec in specs.items():
+            for sample in samples:
+                rows = source.rows(key, sample)
+                padding = spec.num_bytes - rows.numel() * rows.element_size()
+                writer.append_bytes(key, rows)
+                if key == INPUT_IDS and tokens.pad_token_id:
+                    count = spec.shape[0] - len(rows)
+                    writer.append_bytes(key, torch.full((count,), tokens.pad_token_id, dtype=torch.int64))
+                else:
+                    writer.append_zeros(key, padding)
+                progress.advance(spec.num_bytes)
+        digest = writer.finish()
+    masks = [tokens.loss_mask(sample.index) for sample in samples]
+    return {
+        "bytes": path.stat().st_size,
+        "sha256": digest,
+        "samples": len(samples),
+        "tokens": sum(len(mask) for mask in masks),
+        "supervised_tokens": sum(int(mask.sum()) for mask in masks),
+    }
+
+
+def _write_weights(path: Path, ledger: Ledger, store: BlockStore, settings: CacheSettings) -> dict[str, Any]:
+    """Write embedding and lm_head in the cache's dtype; tied ones are under both names, as format 1 asks for."""
+    file = ShardFile(store.folder / WEIGHTS_NAME)
+    spec = TensorSpec(dtype=DTYPE_MAP[ledger.compute_dtype], shape=(ledger.vocab_size, ledger.hidden_size))
+    file.expect({EMBED_KEY: spec}, exactly=False)
+    embed = file.read_rows(EMBED_KEY, 0, spec.shape[0])
+    head = file.read_rows(LM_HEAD_KEY, 0, spec.shape[0]) if LM_HEAD_KEY in file.places else embed
+    digest = put_target_weights(path, embed, head, DTYPE_MAP[settings.dtype])
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def provenance(tokens: Tokens, ledger: Ledger, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return what provenance.json holds: what the cache was made from, and the digest of each file."""
+    counts = ("num_samples", "num_tokens", "supervised_tokens", "truncated_samples", "unsupervised_samples")
+    return {
+        "provenance_version": 1,
+        "layout": "padded",
+        "shards_version": STAGE_VERSIONS["shards"],
+        "pad_token_id": tokens.pad_token_id,
+        "tokens": {key: value for key, value in tokens.identity.items() if key not in counts},
+        "capture": {
+            "identity": ledger.identity,
+            "environments": ledger.environments(),
+            "dropped": ledger.dropped,
+            "logits": ledger.logits,
+        },
+        "files": files,
+    }

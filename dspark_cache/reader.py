@@ -1,0 +1,225 @@
+"""Reading a published cache: lazy, random access, refused at open if anything is not as its manifest says.
+
+Opening reads the manifest, the folder's names and the header of each shard, never a sample. Each item is read by
+position into memory of its own, in one copy. Few files are open at a time; none crosses into another process by
+pickling, and positional reads make inherited ones safe after a fork.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset
+
+from dspark_cache.errors import CacheFormatError
+from dspark_cache.identity import ensure_expected
+from dspark_cache.manifest import (
+    PathLike,
+    manifest_path,
+    read_manifest,
+    read_offline_manifest,
+    require_fields,
+)
+from dspark_cache.schema import (
+    CACHE_KEYS,
+    DSPARK_FORMAT_VERSION,
+    DSPARK_NAME,
+    DTYPE_MAP,
+    HIDDEN,
+    INPUT_IDS,
+    LAST_HIDDEN,
+    LOSS_MASK,
+    TensorSpec,
+)
+from dspark_cache.shard_file import ShardFile
+from dspark_cache.shards import shard_path, shard_rows, validate_contiguous_shards
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+MAX_OPEN_FILES = 32
+"""Default bound; well under the 64 that a strict `ulimit -n` leaves."""
+
+
+class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
+    """Read samples of a cache of fixed-key safetensors shards by index.
+
+    Items are dicts of `disk_keys`, each the sample's tensor without the shard's first dimension. Negative indices
+    count from the end. Instances pickle and work in forked and spawned workers, also after items were read.
+
+    Attributes:
+        manifest: The checked manifest.
+        num_samples: Samples in the cache.
+        shard_size: Samples of every shard but the last.
+    """
+
+    def __init__(
+        self,
+        cache_dir: PathLike,
+        cache_name: str,
+        format_version: int,
+        disk_keys: tuple[str, ...],
+        *,
+        max_open_files: int = MAX_OPEN_FILES,
+    ) -> None:
+        """Open the cache and check its manifest, names, sizes and headers.
+
+        Args:
+            cache_dir: Folder of the cache.
+            cache_name: Kind of cache, for messages.
+            format_version: Version of the manifest that is read.
+            disk_keys: Keys that every shard has.
+            max_open_files: Most shard files kept open.
+
+        Raises:
+            CacheNotFoundError: No manifest or no such folder.
+            CacheFormatError: Anything is not as the manifest says; the file is named.
+            ValueError: `max_open_files` below 1.
+        """
+        if max_open_files < 1:
+            raise ValueError(f"max_open_files must be at least 1, found {max_open_files}")
+        self.cache_dir = str(cache_dir)
+        self.disk_keys = tuple(disk_keys)
+        self.manifest = self._read_manifest(cache_name, format_version)
+        require_fields(self.manifest, ("num_samples", "shard_size"), name=manifest_path(cache_dir))
+        self.num_samples: int = self.manifest["num_samples"]
+        self.shard_size: int = self.manifest["shard_size"]
+        self._max_open_files = max_open_files
+        self._open_handles: OrderedDict[int, ShardFile] = OrderedDict()
+        self._lock = threading.Lock()
+        self._shard_indices = validate_contiguous_shards(cache_dir, cache_name, self.num_samples, self.shard_size)
+        self._check_headers()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Read one sample.
+
+        Raises:
+            IndexError: `index` is outside -len..len-1.
+            CacheFormatError: The shard is no longer what it was when the cache was opened.
+        """
+        position = index.__index__()
+        if not -self.num_samples <= position < self.num_samples:
+            raise IndexError(f"sample {position} of a cache of {self.num_samples}")
+        shard, row = divmod(position % self.num_samples, self.shard_size)
+        file = self._handle(shard)
+        return {key: file.read_rows(key, row, row + 1)[0] for key in self.disk_keys}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave open files and the lock behind: the other process opens its own."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("_open_handles", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without open files."""
+        self.__dict__.update(state)
+        self._open_handles = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _read_manifest(self, cache_name: str, format_version: int) -> dict[str, Any]:
+        return read_offline_manifest(self.cache_dir, cache_name, format_version)
+
+    def _handle(self, shard_index: int) -> ShardFile:
+        """Return the open shard, opening and checking it if need be; the least recently used one goes."""
+        with self._lock:
+            file = self._open_handles.get(shard_index)
+            if file is None:
+                file = self._open(shard_index)
+                self._open_handles[shard_index] = file
+                if len(self._open_handles) > self._max_open_files:
+                    self._open_handles.popitem(last=False)
+            self._open_handles.move_to_end(shard_index)
+            return file
+
+    def _open(self, shard_index: int) -> ShardFile:
+        """Open a shard and compare its header with what every shard of this cache must have."""
+        file = ShardFile(Path(shard_path(self.cache_dir, shard_index)))
+        rows = shard_rows(self.num_samples, self.shard_size, shard_index)
+        specs = {key: TensorSpec(dtype=s.dtype, shape=(rows, *s.shape)) for key, s in self._sample_specs.items()}
+        file.expect(specs, exactly=False)
+        return file
+
+    def _check_headers(self) -> None:
+        """Open each shard once. The first one says what a sample is, unless the manifest does."""
+        self._sample_specs = self._specs_of_manifest()
+        if not self._sample_specs and self._shard_indices:
+            self._sample_specs = self._specs_of_first_shard()
+        for shard_index in self._shard_indices:
+            self._open(shard_index)
+
+    def _specs_of_manifest(self) -> dict[str, TensorSpec]:
+        """Return dtype and shape of one sample's tensors as far as the manifest fixes them all, or nothing."""
+        return {}
+
+    def _specs_of_first_shard(self) -> dict[str, TensorSpec]:
+        file = ShardFile(Path(shard_path(self.cache_dir, 0)))
+        missing = [key for key in self.disk_keys if key not in file.places]
+        scalars = [key for key in self.disk_keys if key in file.places and not file.places[key].spec.shape]
+        if missing or scalars:
+            raise CacheFormatError(f"{file.name}: missing required keys {missing}, keys without samples {scalars}")
+        specs = {key: file.places[key].spec for key in self.disk_keys}
+        return {key: TensorSpec(dtype=spec.dtype, shape=spec.shape[1:]) for key, spec in specs.items()}
+
+
+_SPEC_FIELDS = ("dtype", "seq_length", "target_hidden_dim", "target_last_hidden_dim")
+
+
+class CachedDSparkDataset(CachedTensorDataset):
+    """Read samples of a DSpark cache.
+
+    Items: `input_ids` [S] and `loss_mask` [S] int64, `target_hidden_states` [S, D] and
+    `target_last_hidden_states` [S, H] in the cache's dtype. Positions past a sample's end hold the pad token,
+    mask 0 and, in caches of this producer, zero states.
+    """
+
+    def __init__(
+        self,
+        cache_dir: PathLike,
+        *,
+        expect: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        max_open_files: int = MAX_OPEN_FILES,
+    ) -> None:
+        """Open the cache and check its manifest, names, sizes and headers.
+
+        Args:
+            cache_dir: Folder of the cache.
+            expect: Manifest fields that must have these values, or the path of a params.yaml whose explicit
+                values are compared.
+            max_open_files: Most shard files kept open.
+
+        Raises:
+            CacheNotFoundError: No manifest or no such folder.
+            CacheFormatError: Incomplete, anything is not as the manifest says, or `expect` differs.
+            SettingsError: `expect` has unknown keys or cannot be read.
+        """
+        self._expect = expect
+        super().__init__(cache_dir, DSPARK_NAME, DSPARK_FORMAT_VERSION, CACHE_KEYS, max_open_files=max_open_files)
+
+    def _read_manifest(self, cache_name: str, format_version: int) -> dict[str, Any]:  # noqa: ARG002
+        manifest = read_manifest(self.cache_dir)
+        if self._expect is not None:
+            ensure_expected(manifest, self._expect, cache_dir=self.cache_dir)
+        return manifest
+
+    def _specs_of_manifest(self) -> dict[str, TensorSpec]:
+        if any(field not in self.manifest for field in _SPEC_FIELDS):
+            return {}
+        return sample_specs(self.manifest)
+
+
+def sample_specs(manifest: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Return dtype and shape of one padded sample's tensors as a full DSpark manifest says."""
+    length, dtype = manifest["seq_length"], DTYPE_MAP[manifest["dtype"]]
+    return {
+        INPUT_IDS: TensorSpec(dtype=torch.int64, shape=(length,)),
+        LOSS_MASK: TensorSpec(dtype=torch.int64, shape=(length,)),
+        HIDDEN: TensorSpec(dtype=dtype, shape=(length, manifest["target_hidden_dim"])),
+        LAST_HIDDEN: TensorSpec(dtype=dtype, shape=(length, manifest["target_last_hidden_dim"])),
+    }

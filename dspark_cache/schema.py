@@ -1,0 +1,96 @@
+"""Plain facts of the formats: names, keys, dtypes, versions. Each fact has its one home here.
+
+Second module of the flow: it imports only torch.
+
+Shape letters used in all docstrings:
+
+    B  samples in a batch          T  real tokens of one or more samples, without padding
+    S  `seq_length`                L  captured layers
+    n  samples of one shard        H  hidden size of the target
+    V  vocabulary of the target    D  L * H, width of `target_hidden_states`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VERSION: Final = "0.1.0"
+
+MANIFEST_NAME: Final = "manifest.json"
+PROVENANCE_NAME: Final = "provenance.json"
+TARGET_WEIGHTS_NAME: Final = "target_weights.safetensors"
+EMBED_KEY: Final = "embed_tokens.weight"
+LM_HEAD_KEY: Final = "lm_head.weight"
+
+DSPARK_NAME: Final = "DSpark"
+DSPARK_FORMAT_VERSION: Final = 1
+DSPARK_PRODUCER: Final = "dvc repro"
+
+INPUT_IDS: Final = "input_ids"
+LOSS_MASK: Final = "loss_mask"
+HIDDEN: Final = "target_hidden_states"
+LAST_HIDDEN: Final = "target_last_hidden_states"
+CACHE_KEYS: Final = (INPUT_IDS, LOSS_MASK, HIDDEN, LAST_HIDDEN)
+"""Keys of a padded shard, in the order in which they lie in the file."""
+
+SAMPLE_OFFSETS: Final = "sample_offsets"
+"""int64 [n+1]: sample i of a ragged file is rows offsets[i] (included) to offsets[i+1] (excluded)."""
+
+DTYPE_MAP: Final[dict[str, torch.dtype]] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+SAFETENSORS_DTYPES: Final[dict[str, torch.dtype]] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+SAFETENSORS_NAMES: Final = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+
+STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 1, "shards": 1, "verify": 1}
+"""Raised when the same input would give other output; `stages/versions.yaml` holds the same numbers."""
+
+IDENTITY_EXEMPT: Final = ("format_version", "complete")
+"""Manifest keys that describe the state of the files, not what they were made from."""
+
+MANIFEST_DEFAULTS: Final[Mapping[str, bool]] = {
+    "mask_reasoning_content": False,
+    "mask_generation_prompt": False,
+}
+"""Values of manifest keys that are younger than the format: what an older producer did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Dtype and shape of one tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension."""
+        size = self.dtype.itemsize
+        for extent in self.shape[1:]:
+            size *= extent
+        return size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.row_bytes * self.shape[0] if self.shape else self.dtype.itemsize

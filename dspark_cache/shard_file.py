@@ -1,0 +1,326 @@
+"""One safetensors file: its header, a streaming writer that hashes as it writes, a positional reader.
+
+The writer gives the same bytes as safetensors' `save_file` without metadata and with the keys in the given
+order, but holds no more than the rows it is handed, and leaves zeros as holes. The reader trusts nothing: the
+header is bounded and compared with the file's size before anything is allocated by it.
+
+Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, JSON header padded with
+spaces to a multiple of 8, then the tensors' bytes, contiguous.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError
+from dspark_cache.files import byte_view
+from dspark_cache.schema import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, TensorSpec
+from dspark_cache.strict_json import is_int, parse_json_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+MAX_HEADER_BYTES = 100_000_000
+"""As safetensors' own limit."""
+_LENGTH_BYTES = 8
+_ZEROS = bytes(1 << 20)
+_READ_BYTES = 1 << 30
+"""A read of Linux gives at most 2 GiB at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """Where one tensor lies in a file: `offset` counts from the file's first byte."""
+
+    spec: TensorSpec
+    offset: int
+
+
+def encode_header(specs: Mapping[str, TensorSpec]) -> bytes:
+    """Return the length and header bytes of a file that holds `specs` in this order."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for key, spec in specs.items():
+        end = offset + spec.num_bytes
+        entries[key] = {
+            "dtype": SAFETENSORS_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def file_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    """Return the size of a file that holds `specs`."""
+    return len(encode_header(specs)) + sum(spec.num_bytes for spec in specs.values())
+
+
+class ShardWriter:
+    """Write one safetensors file key by key, hashing each byte once from memory.
+
+    Rows are appended in the order of the file: all rows of the first key, then the second, and so on. `finish`
+    checks that every row came. Zeros appended by `append_zeros` are hashed but not written: they stay holes.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        """Open the existing file `path` and write the header of `specs`.
+
+        Raises:
+            OSError: The file cannot be opened or written.
+        """
+        self._specs = dict(specs)
+        self._keys = list(specs)
+        self._key_index = 0
+        self._key_bytes = 0
+        self._digest = hashlib.sha256()
+        self._file = path.open("r+b", buffering=0)
+        self._position = 0
+        self._write(memoryview(encode_header(specs)))
+
+    def __enter__(self) -> ShardWriter:
+        """Return the writer."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def append(self, key: str, rows: torch.Tensor) -> None:
+        """Append rows of `key`: a tensor [any, ...] whose further dimensions and dtype are those of the spec.
+
+        Raises:
+            ValueError: Another key is due, or dtype or shape are not the spec's.
+        """
+        spec = self._specs[key]
+        if rows.dtype != spec.dtype or tuple(rows.shape[1:]) != spec.shape[1:]:
+            found = f"{list(rows.shape[1:])} {rows.dtype}"
+            raise ValueError(f"{key}: expected rows of {list(spec.shape[1:])} {spec.dtype}, found {found}")
+        self.append_bytes(key, rows)
+
+    def append_bytes(self, key: str, part: torch.Tensor) -> None:
+        """Append the bytes of a tensor that is a part of one row, in the spec's dtype.
+
+        Raises:
+            ValueError: Another key is due, or the dtype is not the spec's.
+        """
+        if part.dtype != self._specs[key].dtype:
+            raise ValueError(f"{key}: expected {self._specs[key].dtype}, found {part.dtype}")
+        part = part.contiguous()
+        view = byte_view(part)
+        self._advance(key, len(view))
+        self._write(view)
+
+    def append_zeros(self, key: str, num_bytes: int) -> None:
+        """Append zero bytes of `key` as a hole."""
+        self._advance(key, num_bytes)
+        left = num_bytes
+        while left:
+            step = min(left, len(_ZEROS))
+            self._digest.update(memoryview(_ZEROS)[:step])
+            left -= step
+        self._position += num_bytes
+
+    def finish(self) -> str:
+        """Give the file its full length and return the sha256 of all of its bytes, holes counted as zeros.
+
+        Raises:
+            ValueError: Rows are missing.
+        """
+        while self._key_index < len(self._keys) and self._key_bytes == self._due_bytes():
+            self._next_key()
+        if self._key_index < len(self._keys):
+            raise ValueError(
+                f"{self._keys[self._key_index]}: {self._key_bytes} of {self._due_bytes()} bytes were written"
+            )
+        self._file.truncate(self._position)
+        return self._digest.hexdigest()
+
+    def _due_bytes(self) -> int:
+        return self._specs[self._keys[self._key_index]].num_bytes
+
+    def _next_key(self) -> None:
+        self._key_index += 1
+        self._key_bytes = 0
+
+    def _advance(self, key: str, num_bytes: int) -> None:
+        while self._key_index < len(self._keys) and self._keys[self._key_index] != key:
+            if self._key_bytes != self._due_bytes():
+                raise ValueError(f"{key}: rows of {self._keys[self._key_index]} are due first")
+            self._next_key()
+        if self._key_index == len(self._keys):
+            raise ValueError(f"{key}: its rows came before, or the file has no such key")
+        self._key_bytes += num_bytes
+        if self._key_bytes > self._due_bytes():
+            raise ValueError(f"{key}: more than the {self._due_bytes()} bytes of {self._specs[key]}")
+
+    def _write(self, view: memoryview) -> None:
+        self._digest.update(view)
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._file.fileno(), view[done : done + _READ_BYTES], self._position + done)
+        self._position += len(view)
+
+
+def read_exactly(descriptor: int, into: memoryview, offset: int, *, name: str) -> None:
+    """Fill `into` from `offset` of an open file, in one copy.
+
+    Raises:
+        CacheFormatError: The file ends before; `name` is the file in the message.
+    """
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done : done + _READ_BYTES]], offset + done)
+        if count == 0:
+            raise CacheFormatError(f"{name} ends at byte {offset + done}, {len(into) - done} bytes are missing")
+        done += count
+
+
+def _parse_entry(name: str, key: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    """Check one header entry; return its spec and byte range within the data."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CacheFormatError(f"{name}: header entry {key!r} is malformed: {entry!r:.80}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    dtype = SAFETENSORS_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
+    if dtype is None or len(numbers) != len(shape) + 2 or not all(is_int(v) and v >= 0 for v in numbers):
+        raise CacheFormatError(f"{name}: header entry {key!r} is malformed: {entry!r:.80}")
+    spec = TensorSpec(dtype=dtype, shape=tuple(shape))
+    if offsets[1] - offsets[0] != spec.num_bytes:
+        raise CacheFormatError(f"{name}: {key!r} has {offsets[1] - offsets[0]} bytes, its shape {spec.num_bytes}")
+    return spec, offsets[0], offsets[1]
+
+
+def _parse_header(text: bytes, *, name: str, data_start: int, size: int) -> dict[str, TensorPlace]:
+    entries = parse_json_object(text, name=f"{name} (header)")
+    entries.pop("__metadata__", None)
+    places: dict[str, TensorPlace] = {}
+    ranges = []
+    for key, entry in entries.items():
+        spec, start, end = _parse_entry(name, key, entry)
+        places[key] = TensorPlace(spec=spec, offset=data_start + start)
+        ranges.append((start, end))
+    due = 0
+    for start, end in sorted(ranges):
+        if start != due:
+            raise CacheFormatError(f"{name}: tensors overlap or leave a gap at byte {due} of the data")
+        due = end
+    if data_start + due != size:
+        raise CacheFormatError(f"{name} has {size} bytes, its header asks for {data_start + due}")
+    return places
+
+
+class ShardFile:
+    """An open safetensors file, read by position. The file closes when the last user lets go of it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` and check its header against its size.
+
+        Raises:
+            CacheNotFoundError: There is no such file.
+            CacheFormatError: No regular file, truncated, too long, or a malformed header.
+        """
+        self.name = str(path)
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise CacheNotFoundError(f"no such file: {path}") from error
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CacheFormatError(f"{path} is no regular file")
+        self.size = status.st_size
+        self.places = self._read_header()
+
+    def _read_header(self) -> dict[str, TensorPlace]:
+        prefix = bytearray(_LENGTH_BYTES)
+        read_exactly(self._descriptor, memoryview(prefix), 0, name=self.name)
+        length = int.from_bytes(prefix, "little")
+        if length > min(MAX_HEADER_BYTES, self.size - _LENGTH_BYTES):
+            raise CacheFormatError(f"{self.name} has {self.size} bytes, its header claims {length}")
+        text = bytearray(length)
+        read_exactly(self._descriptor, memoryview(text), _LENGTH_BYTES, name=self.name)
+        return _parse_header(bytes(text), name=self.name, data_start=_LENGTH_BYTES + length, size=self.size)
+
+    def __del__(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def expect(self, specs: Mapping[str, TensorSpec], *, exactly: bool) -> None:
+        """Compare the header with `specs`, all keys at once; `exactly` also refuses further keys.
+
+        Raises:
+            CacheFormatError: Naming every key that differs.
+        """
+        faults = [
+            f"{key}: expected {_describe(spec)}, found {_describe(self.places[key].spec)}"
+            if key in self.places
+            else f"{key} is missing"
+            for key, spec in specs.items()
+            if key not in self.places or self.places[key].spec != spec
+        ]
+        surplus = sorted(set(self.places) - set(specs)) if exactly else []
+        if surplus:
+            faults.append(f"unexpected keys {surplus}")
+        if faults:
+            raise CacheFormatError(f"{self.name}: " + "; ".join(faults))
+
+    def require(self, keys: Iterable[str]) -> None:
+        """Refuse a file that lacks any of `keys`.
+
+        Raises:
+            CacheFormatError: Naming every missing key.
+        """
+        missing = [key for key in keys if key not in self.places]
+        if missing:
+            raise CacheFormatError(f"{self.name}: missing required keys {missing}")
+
+    def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows start (included) to stop (excluded) of `key` in memory of their own."""
+        place = self.places[key]
+        rows = torch.empty((stop - start, *place.spec.shape[1:]), dtype=place.spec.dtype)
+        self.read_into(key, start, rows)
+        return rows
+
+    def read_into(self, key: str, start: int, rows: torch.Tensor) -> None:
+        """Fill the contiguous tensor `rows` from row `start` of `key` on."""
+        place = self.places[key]
+        offset = place.offset + start * place.spec.row_bytes
+        read_exactly(self._descriptor, byte_view(rows), offset, name=self.name)
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{SAFETENSORS_NAMES[spec.dtype]}{list(spec.shape)}"
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Write whole tensors into the existing file `path` in the given key order; return its sha256."""
+    return write_tensor_parts(path, {key: [tensor] for key, tensor in tensors.items()})
+
+
+def write_tensor_parts(path: Path, parts: Mapping[str, Iterable[torch.Tensor]]) -> str:
+    """Write tensors given in parts along the first dimension, without joining them in memory."""
+    lists = {key: list(tensors) for key, tensors in parts.items()}
+    specs = {
+        key: TensorSpec(dtype=rows[0].dtype, shape=(sum(part.shape[0] for part in rows), *rows[0].shape[1:]))
+        for key, rows in lists.items()
+    }
+    with ShardWriter(path, specs) as writer:
+        for key, rows in lists.items():
+            for part in rows:
+                writer.append(key, part)
+        return writer.finish()

@@ -1,0 +1,117 @@
+"""What every stage does before and after its own work: settings, inputs, versions, exit codes.
+
+Exit codes: 0 done; 1 refused, the last line on stderr is the reason; 130 and 143 interrupted by SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ruamel.yaml import YAML
+
+from dspark_cache.errors import DsparkCacheError, SettingsError
+from dspark_cache.inputs import Fingerprints, Input, locate_inputs
+from dspark_cache.schema import STAGE_VERSIONS
+from dspark_cache.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+PARAMS_PATH = Path("params.yaml")
+VERSIONS_PATH = Path("stages/versions.yaml")
+TOKENS_PATH = Path("tokens")
+LEDGER_PATH = Path("features.json")
+CACHE_PATH = Path("cache")
+REPORT_PATH = Path("reports/verify.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext:
+    """What a stage works with.
+
+    Attributes:
+        settings: The checked params.
+        root: Root of the repository, the working directory of every stage.
+        scratch: Folder for captured blocks and remembered digests.
+        data: The conversations.
+        target: The target.
+    """
+
+    settings: Settings
+    root: Path
+    scratch: Path
+    data: Input
+    target: Input
+
+    def fingerprints(self) -> Fingerprints:
+        """Return the fingerprints remembered in scratch."""
+        return Fingerprints(self.scratch / "fingerprints.json")
+
+
+def open_stage(name: str, root: Path = Path()) -> StageContext:
+    """Read and check everything a stage is told, before any work.
+
+    Raises:
+        SettingsError: Faults in params.yaml or stages/versions.yaml.
+        InputError: Inputs that DVC would not see change.
+    """
+    settings = load_settings(root / PARAMS_PATH, os.environ)
+    _check_version(name, root / VERSIONS_PATH)
+    data, target = locate_inputs(settings, root)
+    # dvc exp run works in a copy of the repository; scratch stays with the one the user started from.
+    scratch = Path(os.environ.get("DVC_ROOT") or root) / settings.runtime.scratch_dir
+    return StageContext(settings=settings, root=root, scratch=scratch, data=data, target=target)
+
+
+def _check_version(name: str, path: Path) -> None:
+    try:
+        versions = YAML(typ="safe", pure=True).load(path)
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error}; run from the root of the repository") from error
+    found = versions.get(name) if isinstance(versions, dict) else None
+    if found != STAGE_VERSIONS[name]:
+        raise SettingsError(
+            f"{path}: {name} is {found!r}, the installed library gives outputs of version {STAGE_VERSIONS[name]}: "
+            f"write {name}: {STAGE_VERSIONS[name]} there and run dvc repro"
+        )
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def run_stage(main: Callable[[], object]) -> int:
+    """Run a stage's main function and return the exit code of its process."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.captureWarnings(True)
+    for noisy in ("transformers", "datasets", "huggingface_hub", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        main()
+    except DsparkCacheError as error:
+        return _say(f"error: {error}", 1)
+    except OSError as error:
+        return _say(f"error: {error}: nothing was put in place, make room or mend the disk and run again", 1)
+    except KeyboardInterrupt:
+        return _say("interrupted; finished work is kept, run again to go on", 128 + signal.SIGINT)
+    except Terminated:
+        return _say("terminated; finished work is kept, run again to go on", 128 + signal.SIGTERM)
+    return 0
+
+
+def _say(text: str, code: int) -> int:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+    return code

@@ -1,0 +1,149 @@
+"""JSON of files that may come from elsewhere: parsed strictly, bounded in size and depth, never trusted.
+
+Used for manifests, provenance, ledgers and safetensors headers. The second half is `Fields`, by which every
+parser takes checked values out of an untrusted object and reports all faults at once.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from dspark_cache.errors import CacheFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+MAX_JSON_BYTES = 1 << 30
+MAX_INTEGER_DIGITS = 20
+"""Longer integers are no size of anything; parsing them takes quadratic time."""
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Say whether `value` is an integer and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise ValueError(f"duplicate keys {twice}")
+    return found
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _parse_integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def parse_json_object(text: bytes, *, name: str) -> dict[str, Any]:
+    """Parse UTF-8 JSON whose value must be an object.
+
+    Args:
+        text: The bytes to parse.
+        name: File (and part of it) that error messages name.
+
+    Raises:
+        CacheFormatError: Not UTF-8, not JSON, duplicate keys, NaN or infinity, nested too deep, no object.
+    """
+    try:
+        value = json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_object_of_pairs,
+            parse_constant=_refuse_constant,
+            parse_int=_parse_integer,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CacheFormatError(f"{name} is not valid JSON: {error or 'nested too deep'}") from error
+    if not isinstance(value, dict):
+        raise CacheFormatError(f"{name} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object from a file of at most `max_bytes` bytes.
+
+    Raises:
+        CacheFormatError: No regular file, larger than `max_bytes`, or refused by `parse_json_object`.
+        FileNotFoundError: There is no such file.
+    """
+    if not path.is_file():
+        if path.exists() or path.is_symlink():
+            raise CacheFormatError(f"{path} is no regular file")
+        raise FileNotFoundError(f"no such file: {path}")
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise CacheFormatError(f"{path} has {size} bytes, more than the {max_bytes} that such a file may have")
+    return parse_json_object(path.read_bytes(), name=str(path))
+
+
+class Fields:
+    """Checked access to the fields of an untrusted object; faults are collected, `finish` raises them all."""
+
+    def __init__(self, values: Mapping[str, Any], *, name: str) -> None:
+        """Read from `values`; `name` is the file that messages name."""
+        self._values = values
+        self._name = name
+        self._missing: list[str] = []
+        self._faults: list[str] = []
+
+    def take(self, key: str, expected: str, accept: Callable[[Any], bool]) -> Any:
+        """Return the value of `key`, noting a fault if it is missing or `accept` says no."""
+        if key not in self._values:
+            self._missing.append(key)
+            return None
+        value = self._values[key]
+        if not accept(value):
+            self._faults.append(f"{key}: expected {expected}, found {value!r:.80}")
+            return None
+        return value
+
+    def count(self, key: str, *, minimum: int = 0) -> int:
+        """Take an integer of at least `minimum` that fits in 63 bits."""
+        value: int | None = self.take(key, f"an integer >= {minimum}", lambda v: is_int(v) and minimum <= v < 1 << 63)
+        return minimum if value is None else value
+
+    def text(self, key: str) -> str:
+        """Take a string."""
+        return self.take(key, "a string", lambda v: isinstance(v, str)) or ""
+
+    def flag(self, key: str) -> bool:
+        """Take a bool."""
+        return bool(self.take(key, "true or false", lambda v: isinstance(v, bool)))
+
+    def sha256(self, key: str) -> str:
+        """Take a digest of 64 lower-case hexadecimal digits."""
+        return self.take(key, "64 hexadecimal digits", is_sha256) or ""
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Take an object."""
+        return self.take(key, "an object", lambda v: isinstance(v, dict)) or {}
+
+    def items(self, key: str) -> list[Any]:
+        """Take a list."""
+        return self.take(key, "a list", lambda v: isinstance(v, list)) or []
+
+    def fault(self, text: str) -> None:
+        """Note a fault that a parser found by itself."""
+        self._faults.append(text)
+
+    def finish(self) -> None:
+        """Raise `CacheFormatError` with every fault noted so far, if there is any."""
+        faults = list(self._faults)
+        if self._missing:
+            faults.insert(0, f"missing required keys {sorted(self._missing)}")
+        if faults:
+            raise CacheFormatError(f"{self._name}: " + "; ".join(faults))
+
+
+def is_sha256(value: object) -> bool:
+    """Say whether `value` is a digest in lower-case hexadecimal."""
+    return isinstance(value, str) and len(value) == 64 and not set(value) - set("0123456789abcdef")

@@ -1,0 +1,286 @@
+"""The frozen target: which layers are captured, what its configuration says, and loading it.
+
+What can be read from the configuration is, without weights. A loaded target is checked to be the checkpoint: no
+missing tensor, no pickled weights, no silent change of precision.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark_cache.errors import InputError, SettingsError
+from dspark_cache.schema import DTYPE_MAP, SAFETENSORS_NAMES
+from dspark_cache.shard_file import ShardFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dspark_cache.inputs import Input
+    from dspark_cache.settings import TargetSettings
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
+UNSUPPORTED_MODEL_TYPES = {
+    "mamba": "its hidden_states are not the layers' outputs",
+    "mamba2": "its hidden_states are not the layers' outputs",
+    "falcon_mamba": "its hidden_states are not the layers' outputs",
+}
+_LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What a model does to lm_head's output; a trainer that applies lm_head itself must do the same."""
+
+
+def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
+    """Spread layer ids evenly from the second layer to the last.
+
+    `num_draft_layers` is clamped to num_target_layers - 1; one id is the last layer.
+
+    Raises:
+        SettingsError: A target with fewer than two layers, or no draft layer.
+    """
+    if num_target_layers < 2 or num_draft_layers < 1:
+        raise SettingsError(
+            f"default layer ids need a target of at least 2 layers and at least 1 draft layer, found "
+            f"{num_target_layers} and {num_draft_layers}; set target.layer_ids"
+        )
+    count = min(num_draft_layers, num_target_layers - 1)
+    if count == 1:
+        return [num_target_layers - 1]
+    step = (num_target_layers - 2) / (count - 1)
+    return sorted({round(1 + index * step) for index in range(count)})
+
+
+def resolve_layer_ids(layer_ids: list[int] | None, draft_num_hidden_layers: int, num_layers: int) -> list[int]:
+    """Return the layer ids to capture, checked against the target's number of layers.
+
+    Raises:
+        SettingsError: Empty, not strictly increasing, or outside -1..num_layers-1.
+    """
+    if layer_ids is None:
+        return build_target_layer_ids(num_layers, draft_num_hidden_layers)
+    valid = f"strictly increasing ids from -1 (embedding) to {num_layers - 1} (final norm)"
+    if not layer_ids or sorted(set(layer_ids)) != layer_ids or layer_ids[0] < -1 or layer_ids[-1] >= num_layers:
+        raise SettingsError(f"target.layer_ids: expected {valid}, found {layer_ids}")
+    return list(layer_ids)
+
+
+def warn_unservable(layer_ids: list[int], num_layers: int) -> None:
+    """Warn of layer ids that inference engines cannot hand to a draft."""
+    odd = [layer for layer in layer_ids if layer in (-1, num_layers - 1)]
+    if odd:
+        logger.warning("layer ids %s (embedding, last layer) cannot be served by SGLang; set target.layer_ids", odd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFacts:
+    """What a target's configuration says of it."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    dtype: str
+    """The checkpoint's own dtype, a key of `DTYPE_MAP`."""
+    logits: dict[str, float]
+    """Soft cap and scales between lm_head and the logits, as far as the configuration has them."""
+
+
+def target_folder(target: Input, root: Path, *, trust_remote_code: bool, weights: bool) -> Path:
+    """Return the target's folder; a hub snapshot is fetched first, without its weights unless they are asked for.
+
+    Raises:
+        InputError: The hub or its cache does not have it.
+    """
+    if target.kind != "hub":
+        return root / target.text
+    from pathlib import Path
+
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+    patterns += ["*.py"] if trust_remote_code else []
+    patterns += ["*.safetensors"] if weights else []
+    try:
+        return Path(snapshot_download(target.text, revision=target.revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise InputError(f"target.model: cannot fetch {target.text} at {target.revision}: {error}") from error
+
+
+def read_target_facts(folder: Path, *, trust_remote_code: bool) -> TargetFacts:
+    """Read the configuration of a target, without its weights.
+
+    Raises:
+        InputError: No readable configuration, remote code that is not allowed, a quantised checkpoint, or a
+            family whose states cannot be captured.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(
+            f"target.model: {folder} has no usable configuration: {error}"
+            + ("" if trust_remote_code else " (target.trust_remote_code is false)")
+        ) from error
+    if config.model_type in UNSUPPORTED_MODEL_TYPES:
+        reason = UNSUPPORTED_MODEL_TYPES[config.model_type]
+        raise InputError(f"target.model: {config.model_type} cannot be captured: {reason}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"target.model: {folder} is quantised, which capture refuses: use the unquantised checkpoint")
+    text = config.get_text_config(decoder=True)
+    return TargetFacts(
+        model_type=config.model_type,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_hidden_layers=text.num_hidden_layers,
+        dtype=_checkpoint_dtype(folder, getattr(text, "dtype", None) or getattr(config, "dtype", None)),
+        logits={
+            name: float(value)
+            for name in _LOGIT_FIELDS
+            if isinstance(value := getattr(text, name, None), int | float) and value
+        },
+    )
+
+
+def _checkpoint_dtype(folder: Path, configured: Any) -> str:
+    """Return the dtype the configuration names, else the one most bytes of the weights have."""
+    names = {dtype: name for name, dtype in DTYPE_MAP.items()}
+    if isinstance(configured, str):
+        configured = getattr(torch, configured, None)
+    if configured in names:
+        return names[configured]
+    sizes: dict[torch.dtype, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for place in ShardFile(file).places.values():
+            sizes[place.spec.dtype] = sizes.get(place.spec.dtype, 0) + place.spec.num_bytes
+    dtype = max(sizes, key=lambda item: sizes[item], default=None)
+    if dtype not in names:
+        found = SAFETENSORS_NAMES.get(dtype, "nothing") if dtype else "no weights"
+        raise InputError(
+            f"target.model: {folder}: cannot tell the checkpoint's dtype ({found}): set target.compute_dtype"
+        )
+    return names[dtype]
+
+
+def is_weight_file(name: str) -> bool:
+    """Say whether a file of a target decides its states: weights, their index, the configuration, its code."""
+    return name == "config.json" or name.endswith((*WEIGHT_SUFFIXES, ".py"))
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Say whether a file of a target may decide token ids."""
+    return not name.endswith((*WEIGHT_SUFFIXES, ".bin", ".pt", ".pth", ".gguf")) and name not in (
+        "config.json",
+        "generation_config.json",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A loaded target.
+
+    Attributes:
+        model: The whole model, with lm_head.
+        decoder: The part that gives hidden states; called without lm_head.
+        layers: The decoder's layers, as hooks need them.
+    """
+
+    model: Any
+    decoder: Any
+    layers: torch.nn.ModuleList
+    device: torch.device
+
+    @property
+    def embed_weight(self) -> torch.Tensor:
+        """Weight of the input embedding, [V, H]."""
+        weight: torch.Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """Weight of lm_head, [V, H]; the same tensor as the embedding's where they are tied."""
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+
+def load_target(folder: Path, settings: TargetSettings, compute_dtype: str, device: torch.device) -> Target:
+    """Load the target for inference and check that all of it came from the checkpoint.
+
+    Raises:
+        InputError: Pickled weights only, tensors missing or of another shape, no lm_head or one with a bias, or
+            a decoder that is not found.
+    """
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        raise InputError(
+            f"target.model: {folder} has no *.safetensors weights"
+            + (f"; {pickled[0]} is pickled and never loaded, convert it with save_pretrained" if pickled else "")
+        )
+    model = _from_pretrained(folder, settings, DTYPE_MAP[compute_dtype]).to(device).eval().requires_grad_(False)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise InputError(f"target.model: {type(model).__name__} has no lm_head")
+    if getattr(head, "bias", None) is not None:
+        raise InputError("target.model: lm_head has a bias, which the cache format has no place for")
+    decoder, layers = find_decoder(model)
+    return Target(model=model, decoder=decoder, layers=layers, device=device)
+
+
+def _from_pretrained(folder: Path, settings: TargetSettings, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True)
+    remote = settings.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    causal = remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    try:
+        loaded: Any = auto_class.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise InputError(f"target.model: {folder} cannot be loaded: {error}") from error
+    model, info = loaded
+    faults = {
+        key: sorted(map(str, info[key])) for key in ("missing_keys", "mismatched_keys", "error_msgs") if info.get(key)
+    }
+    if faults:
+        raise InputError(
+            f"target.model: the checkpoint in {folder} does not fit the model: {json.dumps(faults)[:2000]}"
+        )
+    return model
+
+
+def find_decoder(model: Any) -> tuple[Any, torch.nn.ModuleList]:
+    """Return the decoder and its layers: the one module that holds the embedding and a list of all layers.
+
+    Raises:
+        InputError: There is not exactly one.
+    """
+    from transformers import PreTrainedModel
+
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    embedding = model.get_input_embeddings()
+    found = [
+        (module, child)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and any(part is embedding for part in module.modules())
+        for child in module.children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) == count
+    ]
+    if len(found) != 1:
+        raise InputError(
+            f"target.model: {type(model).__name__}: expected one decoder with {count} layers, found {len(found)}"
+        )
+    return found[0]

@@ -1,0 +1,83 @@
+"""The verify stage as one call: the levels, then k samples through the target once more, then the report."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from dspark_cache.blocks import BlockStore
+from dspark_cache.capture import pick_device
+from dspark_cache.capture_run import capture_identity
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
+from dspark_cache.ledger import Ledger, place_samples, read_ledger
+from dspark_cache.reader import CachedDSparkDataset
+from dspark_cache.recompute import (
+    Recomputed,
+    choose_samples,
+    compare_recomputed,
+    put_recomputed,
+    read_recomputed,
+    recompute_sample,
+)
+from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext
+from dspark_cache.target import load_target, read_target_facts, target_folder
+from dspark_cache.target_weights import read_target_weight_modules
+from dspark_cache.tokens import Tokens
+from dspark_cache.verify import CacheFolder, Report, verify_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+def verify_stage(stage: StageContext) -> Report:
+    """Verify the published cache against tokens, provenance and, where asked, the target itself.
+
+    Raises:
+        CacheNotFoundError: There is no cache, ledger or tokens.
+        CacheFormatError: A manifest, ledger or provenance that cannot be read.
+        InputError: The target is no longer the one that was captured.
+    """
+    settings = stage.settings.verify
+    tokens, ledger = Tokens(stage.root / TOKENS_PATH), read_ledger(stage.root / LEDGER_PATH)
+    cache = CacheFolder(stage.root / CACHE_PATH)
+    keys = tokens.keys()
+    lengths = [tokens.length(index) for index in range(len(tokens))]
+    kept = [index for index, place in enumerate(place_samples(ledger, keys, lengths)) if place is not None]
+    report = verify_cache(cache, settings.level, tokens=tokens, kept=kept)
+    if settings.recompute_samples and not report.findings:
+        chosen = choose_samples([keys[i] for i in kept], [lengths[i] for i in kept], settings.recompute_samples)
+        recomputed = _recomputed(stage, ledger, tokens, [kept[position] for position in chosen])
+        dataset = CachedDSparkDataset(cache.path)
+        _, head = read_target_weight_modules(cache.path)
+        by_position = {position: recomputed[kept[position]] for position in chosen}
+        comparison = compare_recomputed(dataset, by_position, head.weight, ledger.compute_dtype)
+        report.findings += comparison.findings
+        report.recompute = {"num_samples": len(chosen), "worst_relative_l2": comparison.worst}
+    return report
+
+
+def _recomputed(stage: StageContext, ledger: Ledger, tokens: Tokens, indices: Sequence[int]) -> dict[int, Recomputed]:
+    """Return the chosen samples' states, from scratch where they were recomputed before."""
+    store = BlockStore(stage.scratch, ledger.identity)
+    path = store.folder / f"recompute-{ledger.digest[:16]}-{tokens.sha256[:16]}-{len(indices)}.safetensors"
+    try:
+        return read_recomputed(path, indices)
+    except (CacheNotFoundError, CacheFormatError):
+        logger.info("recomputing %d samples", len(indices))
+    target_settings = stage.settings.target
+    trust = target_settings.trust_remote_code
+    folder = target_folder(stage.target, stage.root, trust_remote_code=trust, weights=True)
+    identity = capture_identity(stage, folder, read_target_facts(folder, trust_remote_code=trust))
+    if identity != ledger.identity:
+        raise InputError(f"the target is not the one that was captured: {identity} now, {ledger.identity} then")
+    device = pick_device(stage.settings.runtime.device)
+    target = load_target(folder, target_settings, ledger.compute_dtype, device)
+    recomputed = {
+        index: recompute_sample(target, tokens.input_ids(index), ledger.layer_ids, ledger.hidden_size)
+        for index in indices
+    }
+    store.folder.mkdir(parents=True, exist_ok=True)
+    put_recomputed(path, recomputed)
+    return recomputed

@@ -1,0 +1,30 @@
+"""Stage 3: tokens, ledger and its blocks in, the published cache out (`cache/`)."""
+
+from __future__ import annotations
+
+import sys
+
+from dspark_cache.blocks import BlockStore
+from dspark_cache.ledger import read_ledger
+from dspark_cache.progress import Progress
+from dspark_cache.publish import publish_cache
+from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, open_stage, run_stage
+from dspark_cache.tokens import Tokens
+
+
+def main() -> None:
+    """Write the shards and put `cache/` in place."""
+    stage = open_stage("shards")
+    ledger = read_ledger(stage.root / LEDGER_PATH)
+    publish_cache(
+        Tokens(stage.root / TOKENS_PATH),
+        ledger,
+        BlockStore(stage.scratch, ledger.identity),
+        stage.settings.cache,
+        stage.root / CACHE_PATH,
+        lambda num_bytes: Progress("shards", num_bytes, "B"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_stage(main))
