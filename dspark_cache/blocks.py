@@ -30,7 +30,7 @@ from dspark_cache.strict_json import Fields, is_int, read_json_object
 from dspark_cache.tokens import SAMPLE_KEY_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 PLAN_NAME = "plan.json"
@@ -168,6 +168,12 @@ class BlockStore:
     def record(self, block: Block) -> None:
         """Declare a block finished; its file is durably in place."""
         put_json(self.folder / f"{block.name}.json", block.as_json())
+
+    def remove_blocks(self, blocks: Iterable[Block]) -> None:
+        """Remove blocks: the record first, so that a block without its file is never taken for finished."""
+        for block in blocks:
+            (self.folder / f"{block.name}.json").unlink(missing_ok=True)
+            self.path(block.name).unlink(missing_ok=True)
 
     def finished_blocks(self) -> tuple[dict[str, Block], list[str]]:
         """Return the finished blocks by name, and why others that claim to be are not accepted."""

@@ -1,6 +1,6 @@
 """Capturing the target's states: tokens in, blocks in scratch and their ledger out.
 
-One forward of the decoder gives the selected layers and the final hidden state; lm_head never runs. Batches are
+One forward of the target without lm_head gives the selected layers and the final hidden state. Batches are
 formed inside a block from samples of like length, so that block bytes do not depend on where a run was
 interrupted. Only real tokens are stored, in the dtype the target computes in.
 """
@@ -99,7 +99,7 @@ def check_state(state: torch.Tensor | None, name: str, shape: tuple[int, int, in
 
 
 class Capturer:
-    """Runs a target's decoder on samples and gives the states of their real tokens."""
+    """Runs a target, without lm_head, on samples and gives the states of their real tokens."""
 
     def __init__(self, target: Target, layer_ids: Sequence[int], hidden_size: int) -> None:
         """Prepare to capture `layer_ids` (checked against the target before)."""
@@ -109,7 +109,7 @@ class Capturer:
         # The last layer's id means the final norm's output, which is last_hidden_state; i is hidden_states[i + 1].
         self._last_id = len(target.layers) - 1
         self._selection = [layer + 1 for layer in layer_ids if layer != self._last_id]
-        self._takes_mask = "attention_mask" in inspect.signature(target.decoder.forward).parameters
+        self._takes_mask = "attention_mask" in inspect.signature(target.base.forward).parameters
 
     @torch.inference_mode()
     def __call__(self, samples: Sequence[torch.Tensor]) -> States:
@@ -144,7 +144,7 @@ class Capturer:
 
     def _forward(self, ids: torch.Tensor, real: torch.Tensor) -> Any:
         mask = {"attention_mask": real.long()} if self._takes_mask else {}
-        return self._target.decoder(
+        return self._target.base(
             input_ids=ids, use_cache=False, output_hidden_states=self._selection or False, return_dict=True, **mask
         )
 

@@ -113,6 +113,8 @@ def publish_cache(
     settings: CacheSettings,
     path: Path,
     make_progress: Callable[[int], Progress],
+    *,
+    keep_blocks: bool,
 ) -> None:
     """Write the cache at `path`; it appears there complete or not at all.
 
@@ -123,13 +125,28 @@ def publish_cache(
         settings: Section `cache`.
         path: Folder of the cache; an earlier one is replaced.
         make_progress: Given the number of bytes to write.
+        keep_blocks: Whether the blocks stay in scratch once the cache is in place.
 
     Raises:
         CacheNotFoundError: Blocks are gone.
         CacheFormatError: A sample is in no block.
         CaptureError: A value does not fit into the cache's dtype.
-        LockedError: Another process is writing the same cache.
+        LockedError: Another process is writing the same cache, or capturing the same states.
     """
+    with store.lock():
+        _publish(tokens, ledger, store, settings, path, make_progress)
+        if not keep_blocks:
+            store.remove_blocks(ledger.blocks)
+
+
+def _publish(
+    tokens: Tokens,
+    ledger: Ledger,
+    store: BlockStore,
+    settings: CacheSettings,
+    path: Path,
+    make_progress: Callable[[int], Progress],
+) -> None:
     ensure_blocks(ledger, store)
     lengths = [tokens.length(index) for index in range(len(tokens))]
     placed = place_samples(ledger, tokens.keys(), lengths)

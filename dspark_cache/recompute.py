@@ -139,33 +139,25 @@ def recompute_sample(target: Target, ids: torch.Tensor, layer_ids: Sequence[int]
     )
 
 
-def put_recomputed(path: Path, recomputed: Mapping[int, Recomputed]) -> None:
-    """Keep recomputed samples in scratch, by their index in `tokens/`, so that a re-shard needs no target."""
-    tensors = {
-        f"{index}.{name}": getattr(sample, name).contiguous()
-        for index, sample in recomputed.items()
-        for name in ("hidden", "last", "positions", "logits")
-    }
+_PARTS = ("hidden", "last", "positions", "logits")
+
+
+def put_recomputed(path: Path, recomputed: Recomputed) -> None:
+    """Keep a recomputed sample in scratch, so that a later verification of the same states needs no target."""
     with put_file(path) as temporary:
-        write_tensors(temporary, tensors)
+        write_tensors(temporary, {name: getattr(recomputed, name).contiguous() for name in _PARTS})
 
 
-def read_recomputed(path: Path, indices: Sequence[int]) -> dict[int, Recomputed]:
+def read_recomputed(path: Path) -> Recomputed:
     """Read what `put_recomputed` kept.
 
     Raises:
         CacheNotFoundError: Nothing is kept there.
-        CacheFormatError: Malformed, or other samples.
+        CacheFormatError: Malformed.
     """
     file = ShardFile(path)
-    found = {}
-    for index in indices:
-        names = {name: f"{index}.{name}" for name in ("hidden", "last", "positions", "logits")}
-        file.require(tuple(names.values()))
-        found[index] = Recomputed(
-            **{name: file.read_rows(key, 0, file.places[key].spec.shape[0]) for name, key in names.items()}
-        )
-    return found
+    file.require(_PARTS)
+    return Recomputed(**{name: file.read_rows(name, 0, file.places[name].spec.shape[0]) for name in _PARTS})
 
 
 def relative_l2(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -186,12 +187,14 @@ class Target:
 
     Attributes:
         model: The whole model, with lm_head.
-        decoder: The part that gives hidden states; called without lm_head.
+        base: The largest part of it without lm_head. A multimodal model's is its wrapper, which treats
+            placeholder ids otherwise than the bare text decoder does.
         layers: The decoder's layers, as hooks need them.
+        device: Where it is.
     """
 
     model: Any
-    decoder: Any
+    base: Any
     layers: torch.nn.ModuleList
     device: torch.device
 
@@ -213,7 +216,7 @@ def load_target(folder: Path, settings: TargetSettings, compute_dtype: str, devi
 
     Raises:
         InputError: Pickled weights only, tensors missing or of another shape, no lm_head or one with a bias, or
-            a decoder that is not found.
+            layers that are not found.
     """
     if not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
@@ -227,18 +230,21 @@ def load_target(folder: Path, settings: TargetSettings, compute_dtype: str, devi
         raise InputError(f"target.model: {type(model).__name__} has no lm_head")
     if getattr(head, "bias", None) is not None:
         raise InputError("target.model: lm_head has a bias, which the cache format has no place for")
-    decoder, layers = find_decoder(model)
-    return Target(model=model, decoder=decoder, layers=layers, device=device)
+    layers = find_layers(model)
+    return Target(model=model, base=find_base(model, layers), layers=layers, device=device)
 
 
 def _from_pretrained(folder: Path, settings: TargetSettings, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils.logging import disable_progress_bar
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True)
     remote = settings.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     causal = remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     auto_class = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = auto_class.from_pretrained(
             folder,
@@ -262,8 +268,8 @@ def _from_pretrained(folder: Path, settings: TargetSettings, dtype: torch.dtype)
     return model
 
 
-def find_decoder(model: Any) -> tuple[Any, torch.nn.ModuleList]:
-    """Return the decoder and its layers: the one module that holds the embedding and a list of all layers.
+def find_layers(model: Any) -> torch.nn.ModuleList:
+    """Return the decoder's layers: the one list of all of them in a model that also holds the embedding.
 
     Raises:
         InputError: There is not exactly one.
@@ -273,7 +279,7 @@ def find_decoder(model: Any) -> tuple[Any, torch.nn.ModuleList]:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     embedding = model.get_input_embeddings()
     found = [
-        (module, child)
+        child
         for module in model.modules()
         if isinstance(module, PreTrainedModel) and any(part is embedding for part in module.modules())
         for child in module.children()
@@ -284,3 +290,19 @@ def find_decoder(model: Any) -> tuple[Any, torch.nn.ModuleList]:
             f"target.model: {type(model).__name__}: expected one decoder with {count} layers, found {len(found)}"
         )
     return found[0]
+
+
+def find_base(model: Any, layers: torch.nn.ModuleList) -> Any:
+    """Return the outermost model around the layers that does not hold lm_head.
+
+    Raises:
+        InputError: Every model around the layers holds lm_head.
+    """
+    from transformers import PreTrainedModel
+
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        inside = list(module.modules()) if isinstance(module, PreTrainedModel) else []
+        if any(part is layers for part in inside) and not any(part is head for part in inside):
+            return module
+    raise InputError(f"target.model: {type(model).__name__} has no part that gives hidden states without lm_head")

@@ -242,8 +242,8 @@ def _range_faults(sample: dict[str, torch.Tensor], length: int, vocab_size: int,
             faults.append(f"{key} holds numbers that are not finite")
         if is_int(pad) and bool(sample[key][length:].any()):
             faults.append(f"{key} is not zero at padding")
-        if bool((sample[key][:length] == 0).all(dim=-1).any()):
-            faults.append(f"{key} is all zero at a real token")
+    if bool((sample[LAST_HIDDEN][:length] == 0).all(dim=-1).any()):
+        faults.append(f"{LAST_HIDDEN} is all zero at a real token")
     return faults
 
 

@@ -22,11 +22,13 @@ from dspark_cache.recompute import (
 from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext
 from dspark_cache.target import load_target, read_target_facts, target_folder
 from dspark_cache.target_weights import read_target_weight_modules
-from dspark_cache.tokens import Tokens
+from dspark_cache.tokens import Tokens, sample_key
 from dspark_cache.verify import CacheFolder, Report, verify_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import torch
+
+    from dspark_cache.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -48,36 +50,41 @@ def verify_stage(stage: StageContext) -> Report:
     report = verify_cache(cache, settings.level, tokens=tokens, kept=kept)
     if settings.recompute_samples and not report.findings:
         chosen = choose_samples([keys[i] for i in kept], [lengths[i] for i in kept], settings.recompute_samples)
-        recomputed = _recomputed(stage, ledger, tokens, [kept[position] for position in chosen])
-        dataset = CachedDSparkDataset(cache.path)
+        recomputed = _recomputed(stage, ledger, {position: tokens.input_ids(kept[position]) for position in chosen})
         _, head = read_target_weight_modules(cache.path)
-        by_position = {position: recomputed[kept[position]] for position in chosen}
-        comparison = compare_recomputed(dataset, by_position, head.weight, ledger.compute_dtype)
+        comparison = compare_recomputed(CachedDSparkDataset(cache.path), recomputed, head.weight, ledger.compute_dtype)
         report.findings += comparison.findings
         report.recompute = {"num_samples": len(chosen), "worst_relative_l2": comparison.worst}
     return report
 
 
-def _recomputed(stage: StageContext, ledger: Ledger, tokens: Tokens, indices: Sequence[int]) -> dict[int, Recomputed]:
-    """Return the chosen samples' states, from scratch where they were recomputed before."""
+def _recomputed(stage: StageContext, ledger: Ledger, samples: dict[int, torch.Tensor]) -> dict[int, Recomputed]:
+    """Return the states of samples (index to ids), from scratch where they were recomputed before.
+
+    They are kept beside the blocks by the hash of their ids, as the blocks' samples are.
+    """
     store = BlockStore(stage.scratch, ledger.identity)
-    path = store.folder / f"recompute-{ledger.digest[:16]}-{tokens.sha256[:16]}-{len(indices)}.safetensors"
-    try:
-        return read_recomputed(path, indices)
-    except (CacheNotFoundError, CacheFormatError):
-        logger.info("recomputing %d samples", len(indices))
-    target_settings = stage.settings.target
-    trust = target_settings.trust_remote_code
+    store.folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    target = None
+    for index, ids in samples.items():
+        path = store.folder / f"recomputed-{sample_key(ids)}.safetensors"
+        try:
+            found[index] = read_recomputed(path)
+        except (CacheNotFoundError, CacheFormatError):
+            target = target or _load_captured_target(stage, ledger)
+            found[index] = recompute_sample(target, ids, ledger.layer_ids, ledger.hidden_size)
+            put_recomputed(path, found[index])
+    return found
+
+
+def _load_captured_target(stage: StageContext, ledger: Ledger) -> Target:
+    """Load the target, after checking that it is still the one of the ledger."""
+    settings = stage.settings.target
+    trust = settings.trust_remote_code
     folder = target_folder(stage.target, stage.root, trust_remote_code=trust, weights=True)
     identity = capture_identity(stage, folder, read_target_facts(folder, trust_remote_code=trust))
     if identity != ledger.identity:
         raise InputError(f"the target is not the one that was captured: {identity} now, {ledger.identity} then")
-    device = pick_device(stage.settings.runtime.device)
-    target = load_target(folder, target_settings, ledger.compute_dtype, device)
-    recomputed = {
-        index: recompute_sample(target, tokens.input_ids(index), ledger.layer_ids, ledger.hidden_size)
-        for index in indices
-    }
-    store.folder.mkdir(parents=True, exist_ok=True)
-    put_recomputed(path, recomputed)
-    return recomputed
+    logger.info("loading %s to recompute samples", folder)
+    return load_target(folder, settings, ledger.compute_dtype, pick_device(stage.settings.runtime.device))

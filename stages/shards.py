@@ -23,6 +23,7 @@ def main() -> None:
         stage.settings.cache,
         stage.root / CACHE_PATH,
         lambda num_bytes: Progress("shards", num_bytes, "B"),
+        keep_blocks=stage.settings.runtime.keep_blocks,
     )
 
 

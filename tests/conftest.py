@@ -1,0 +1,82 @@
+"""Fixtures that several test modules share."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from dspark_cache import DTYPE_MAP, build_cache_manifest, write_manifest, write_shard, write_target_weights
+from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+VOCAB_SIZE = 32
+
+
+def padded_sample(index: int, seq_length: int, hidden: int, layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return sample `index`: random tensors of its own, real tokens first, then pad id 0 and zeros."""
+    generator = torch.Generator().manual_seed(index)
+    length = min(seq_length, 2 + index % seq_length)
+    ids = torch.zeros(seq_length, dtype=torch.int64)
+    ids[:length] = torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
+    mask = torch.zeros(seq_length, dtype=torch.int64)
+    mask[length // 2 : length] = 1
+    sample = {INPUT_IDS: ids, LOSS_MASK: mask}
+    for key, width in ((HIDDEN, hidden * layers), (LAST_HIDDEN, hidden)):
+        sample[key] = torch.zeros(seq_length, width, dtype=dtype)
+        sample[key][:length] = torch.randn(length, width, generator=generator).to(dtype)
+    return sample
+
+
+@pytest.fixture
+def make_cache(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a complete DSpark cache into a folder of its own."""
+    numbers = count()
+
+    def make(
+        num_samples: int,
+        shard_size: int,
+        seq_length: int = 8,
+        hidden: int = 4,
+        layers: int = 2,
+        dtype: str = "bf16",
+        **manifest_overrides: Any,
+    ) -> Path:
+        folder = tmp_path / f"cache-{next(numbers)}"
+        config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=hidden, num_hidden_layers=layers + 2)
+        manifest = build_cache_manifest(
+            target_model="models/tiny",
+            target_model_type="tiny",
+            target_text_config=config,
+            seq_length=seq_length,
+            dtype=dtype,
+            num_samples=num_samples,
+            shard_size=shard_size,
+            target_layer_ids=list(range(layers)),
+            train_data_path="data/rows.jsonl",
+            train_split=None,
+            shuffle_seed=42,
+            mask_reasoning_content=False,
+            chat_template_sha256="0" * 64,
+        )
+        generator = torch.Generator().manual_seed(num_samples)
+        weights = torch.nn.Linear(hidden, VOCAB_SIZE, bias=False)
+        weights.weight = torch.nn.Parameter(torch.randn(VOCAB_SIZE, hidden, generator=generator))
+        write_target_weights(folder, weights, weights, DTYPE_MAP[dtype])
+        for start in range(0, num_samples, shard_size):
+            samples = [
+                padded_sample(index, seq_length, hidden, layers, DTYPE_MAP[dtype])
+                for index in range(start, min(start + shard_size, num_samples))
+            ]
+            shard = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+            write_shard(folder, start // shard_size, shard)
+        write_manifest(folder, {**manifest, "complete": True, **manifest_overrides})
+        return folder
+
+    return make

@@ -1,0 +1,438 @@
+"""Putting files and folders in place, and locks: real files, real umasks, real other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dspark_cache.errors import LockedError, SettingsError
+from dspark_cache.files import (
+    FileLock,
+    break_lock,
+    byte_view,
+    dump_json,
+    put_bytes,
+    put_file,
+    put_folder,
+    put_json,
+    remove_temporaries,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def umask(value: int) -> Iterator[None]:
+    before = os.umask(value)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Make writes past `num_bytes` of a file fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_appears_only_when_the_block_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with put_file(path) as temporary:
+        assert temporary.parent == tmp_path
+        assert temporary.read_bytes() == b""
+        temporary.write_bytes(b"new")
+        assert not path.exists()
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failing_block_keeps_the_old_file_and_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with pytest.raises(error), put_file(path) as temporary:
+        temporary.write_bytes(b"half")
+        raise error
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_block_that_loses_its_file_keeps_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with pytest.raises(FileNotFoundError), put_file(path) as temporary:
+        temporary.unlink()
+    assert path.read_bytes() == b"old"
+
+
+def test_a_folder_in_the_way_of_a_file_leaves_no_temporary(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(IsADirectoryError):
+        put_bytes(tmp_path / "a", b"new")
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_full_disk_keeps_the_old_file_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with file_size_limit(1000), pytest.raises(OSError, match="File too large"):
+        put_bytes(path, bytes(2000))
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_two_writers_of_one_name_have_temporaries_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with put_file(path) as first:
+        first.write_bytes(b"first")
+        with put_file(path) as second:
+            second.write_bytes(b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o027, 0o077])
+def test_permissions_follow_the_umask_whatever_the_block_does(tmp_path: Path, mask: int) -> None:
+    with umask(mask):
+        put_bytes(tmp_path / "plain", b"x")
+        with put_file(tmp_path / "closed") as temporary:
+            temporary.unlink()
+            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600))
+        with put_file(tmp_path / "tensors") as temporary:
+            save_file({"a": torch.zeros(1)}, temporary)
+    assert {name: mode(tmp_path / name) for name in names(tmp_path)} == dict.fromkeys(
+        ["closed", "plain", "tensors"], 0o666 & ~mask
+    )
+
+
+def test_an_old_file_s_permissions_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    path.chmod(0o600)
+    with umask(0o022):
+        put_bytes(path, b"new")
+    assert mode(path) == 0o644
+
+
+def test_a_link_at_the_name_is_replaced_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    (tmp_path / "a").symlink_to("precious")
+    put_bytes(tmp_path / "a", b"new")
+    assert not (tmp_path / "a").is_symlink()
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+
+
+def test_a_hard_link_of_the_old_file_keeps_its_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    put_bytes(tmp_path / "a", b"new")
+    assert (tmp_path / "b").read_bytes() == b"old"
+
+
+def test_json_text_is_the_reference_s_and_files_end_in_a_newline(tmp_path: Path) -> None:
+    text = '{\n  "a": [\n    1,\n    2\n  ],\n  "b": "\\u00fc"\n}'
+    assert dump_json({"b": "ü", "a": (1, 2)}) == text
+    put_json(tmp_path / "a.json", {"b": "ü", "a": (1, 2)})
+    assert (tmp_path / "a.json").read_text() == text + "\n"
+
+
+def test_temporaries_of_a_killed_writer_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in (".tmp-b-0123", ".tmp-a-4567", "tmp-a", "a.tmp", ".tmp"):
+        (tmp_path / name).write_bytes(b"x")
+    with put_file(tmp_path / "new") as temporary:
+        left = remove_temporaries(tmp_path)
+        assert left == [".tmp-a-4567", ".tmp-b-0123", temporary.name]
+        temporary.touch()
+    assert names(tmp_path) == [".tmp", "a.tmp", "new", "tmp-a"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.int64])
+def test_a_byte_view_is_the_tensor_s_own_memory(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(2, 3, dtype=dtype)
+    view = byte_view(tensor)
+    assert (len(view), view.format, view.readonly) == (6 * dtype.itemsize, "B", False)
+    view[-dtype.itemsize] = 1
+    assert tensor.view(torch.uint8).flatten()[-dtype.itemsize] == 1
+
+
+def test_a_byte_view_of_nothing_is_empty() -> None:
+    assert len(byte_view(torch.zeros(0, 3))) == 0
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 3).T, torch.zeros(2, 3, device="meta")])
+def test_a_byte_view_of_scattered_or_remote_memory_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="^byte_view needs a contiguous tensor on the CPU$"):
+        byte_view(tensor)
+
+
+# --- folders ----------------------------------------------------------------------------------------------------
+
+
+def fill(path: Path, content: str) -> None:
+    with put_folder(path) as building:
+        assert names(building) == []
+        (building / "file").write_text(content)
+
+
+def read(path: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in path.iterdir()}
+
+
+def test_a_folder_appears_only_when_the_block_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "cache"
+    with put_folder(path) as building:
+        (building / "file").write_text("new")
+        assert not path.exists()
+    assert read(path) == {"file": "new"}
+    assert names(path.parent) == [".cache.building.lock", "cache"]
+
+
+def test_a_folder_replaces_an_earlier_one_whole(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    path.mkdir()
+    (path / "stale").write_text("old")
+    fill(path, "new")
+    assert read(path) == {"file": "new"}
+    assert names(tmp_path) == [".cache.building.lock", "cache"]
+
+
+def test_a_failing_block_keeps_the_old_folder(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    fill(path, "old")
+    with pytest.raises(RuntimeError), put_folder(path) as building:
+        (building / "file").write_text("half")
+        raise RuntimeError
+    assert read(path) == {"file": "old"}
+    fill(path, "new")
+    assert read(path) == {"file": "new"}
+
+
+def test_what_killed_runs_left_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    fill(path, "old")
+    for left in (".cache.building", ".cache.old.building"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "stale").write_text("half")
+    fill(path, "new")
+    assert read(path) == {"file": "new"}
+    assert names(tmp_path) == [".cache.building.lock", "cache"]
+
+
+def test_a_folder_that_is_being_built_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    with put_folder(path) as building:
+        (building / "file").write_text("first")
+        with pytest.raises(LockedError, match="is being written by process"), put_folder(path):
+            pass
+    assert read(path) == {"file": "first"}
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_what_is_no_folder_is_never_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "cache"
+    (tmp_path / "elsewhere").mkdir()
+    if kind == "file":
+        path.write_text("precious")
+    else:
+        path.symlink_to(tmp_path / ("elsewhere" if kind == "link" else "nowhere"))
+    message = f"{path} is in the way: expected no file or a folder, move it away"
+    with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"), put_folder(path):
+        pass
+    assert path.is_symlink() or path.read_text() == "precious"
+    assert names(tmp_path / "elsewhere") == []
+
+
+# --- locks ------------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from pathlib import Path
+from dspark_cache.files import FileLock
+with FileLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that holds the lock until its input is closed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_another_process_is_refused_until_the_holder_dies(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "lock"
+    with holder(path) as process:
+        message = (
+            f"{path.parent} is being written by process {process.pid} on host {socket.gethostname()} (lock {path})"
+        )
+        with pytest.raises(LockedError, match=f"^{re.escape(message)}$"), FileLock(path):
+            pass
+        with pytest.raises(LockedError, match=f"^{re.escape(message)}$"):
+            break_lock(path)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert json.loads(path.read_text())["pid"] == process.pid
+        with FileLock(path):
+            assert json.loads(path.read_text()) == {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+def test_a_holder_that_ends_well_leaves_an_empty_lock_file(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    for _ in range(2):
+        with FileLock(path):
+            assert path.stat().st_size
+        assert path.read_bytes() == b""
+
+
+def test_a_lock_is_released_when_the_block_raises(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with pytest.raises(RuntimeError), FileLock(path):
+        raise RuntimeError
+    with FileLock(path):
+        pass
+
+
+@contextmanager
+def forked() -> Iterator[int]:
+    """Fork a child that lives until the block is left."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    try:
+        yield child
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = FileLock(path)
+    with lock, forked() as child:
+        links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{child}/fd")]
+        assert str(path) not in links
+        # What the kernel does for an owner that dies: its descriptor goes, the file still names it.
+        lock.forget()
+        with FileLock(path):
+            pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_leaves_the_block_does_not_release_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    child = -1
+    with FileLock(path):
+        child = os.fork()
+        if child == 0:
+            lock = FileLock(path)
+            lock.__exit__()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        with pytest.raises(LockedError), FileLock(path):
+            pass
+
+
+FOREIGN = {"host": "another-machine", "pid": 17}
+
+
+def test_a_holder_on_another_host_is_never_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text(json.dumps(FOREIGN))
+    message = (
+        f"{tmp_path} is being written by process 17 on host another-machine (lock {path}); "
+        "if that host is gone for good: dspark-cache clean --break-lock"
+    )
+    for _ in range(2):
+        with pytest.raises(LockedError, match=f"^{re.escape(message)}$"), FileLock(path):
+            pass
+    assert json.loads(path.read_text()) == FOREIGN
+
+
+def test_breaking_a_lock_frees_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text(json.dumps(FOREIGN))
+    assert break_lock(path)
+    assert not break_lock(path)
+    with FileLock(path):
+        pass
+
+
+def test_there_is_no_lock_to_break(tmp_path: Path) -> None:
+    assert not break_lock(tmp_path / "lock")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("junk", [b"[]", b"{", b"\xff", b"null", b"{}", b'{"pid": 3}'])
+def test_junk_in_a_free_lock_file_names_no_holder(tmp_path: Path, junk: bytes) -> None:
+    path = tmp_path / "lock"
+    path.write_bytes(junk)
+    with FileLock(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_holder_that_cannot_be_read_is_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with FileLock(path):
+        path.write_bytes(b"junk")
+        message = f"{tmp_path} is being written by another process (lock {path})"
+        with pytest.raises(LockedError, match=f"^{re.escape(message)}$"), FileLock(path):
+            pass
+
+
+def test_a_link_at_the_lock_s_name_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    (tmp_path / "lock").symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic link"), FileLock(tmp_path / "lock"):
+        pass
+    with pytest.raises(OSError, match="symbolic link"):
+        break_lock(tmp_path / "lock")
+    assert (tmp_path / "precious").read_bytes() == b"precious"
