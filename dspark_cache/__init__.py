@@ -2,7 +2,7 @@
 
     conversations -> tokens/ -> features.json (blocks in scratch) -> cache/ -> reports/
 
-Importing this package loads torch and safetensors only: a training machine needs no more. The names below are
+Importing this package needs torch and safetensors only: a training machine installs no more. The names below are
 those of the reference's `dspark_cache` module, with its signatures; `dspark_cache.offline_cache` has the generic
 ones. The pipeline's modules (`settings`, `tokens`, `capture`, `publish`, `verify`) are imported by the stages.
 """

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
-from dspark_cache.files import FileLock, put_json, remove_temporaries
+from dspark_cache.files import FileLock, file_digest, put_json, remove_temporaries
 from dspark_cache.schema import DTYPE_MAP, HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS, TensorSpec
 from dspark_cache.shard_file import ShardFile
 from dspark_cache.strict_json import Fields, is_int, read_json_object
@@ -175,30 +175,32 @@ class BlockStore:
             (self.folder / f"{block.name}.json").unlink(missing_ok=True)
             self.path(block.name).unlink(missing_ok=True)
 
-    def finished_blocks(self) -> tuple[dict[str, Block], list[str]]:
+    def finished_blocks(self, *, check_digest: bool = False) -> tuple[dict[str, Block], list[str]]:
         """Return the finished blocks by name, and why others that claim to be are not accepted."""
         blocks, refused = {}, []
         for path in sorted(self.folder.glob("block-*.json")):
             try:
                 block = Block.parse({**read_json_object(path), "name": path.stem}, name=str(path))
-                self.open(block)
+                self.open(block, check_digest=check_digest)
                 blocks[block.name] = block
             except (CacheFormatError, CacheNotFoundError) as error:
                 refused.append(str(error))
         return blocks, refused
 
-    def open(self, block: Block) -> ShardFile:
-        """Open a block's file and compare size and header with its record.
+    def open(self, block: Block, *, check_digest: bool = False) -> ShardFile:
+        """Open a block's file and compare size, header and, if asked, its sha256 with its record.
 
         Raises:
             CacheNotFoundError: The file is gone.
-            CacheFormatError: Another size or header.
+            CacheFormatError: Another size, header or digest.
         """
         file = ShardFile(self.path(block.name))
         if file.size != block.num_bytes:
             raise CacheFormatError(f"{file.name} has {file.size} bytes, its record says {block.num_bytes}")
         specs = self._specs(block)
         file.expect(specs, exactly=True)
+        if check_digest and (found := file_digest(self.path(block.name))) != block.sha256:
+            raise CacheFormatError(f"{file.name}: sha256 is {found}, its record says {block.sha256}")
         return file
 
     def _specs(self, block: Block) -> dict[str, TensorSpec]:

@@ -379,7 +379,7 @@ def capture_blocks(
     Returns:
         The finished blocks that hold wanted samples, by name.
     """
-    finished, refused = store.finished_blocks()
+    finished, refused = store.finished_blocks(check_digest=runtime.check_blocks == "digest")
     for reason in refused:
         logger.warning("not accepted, computed again: %s", reason)
     identity = store.identity

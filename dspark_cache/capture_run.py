@@ -47,7 +47,7 @@ IDENTITY_KEYS = {
     "draft_num_hidden_layers": "target_layer_ids",
     "compute_dtype": "compute_dtype",
     "attn_implementation": "attn_implementation",
-    "trust_remote_code": "weights",
+    "trust_remote_code": "remote_code",
 }
 """Key of section `target` to the key of the capture identity that it decides."""
 
@@ -79,6 +79,7 @@ def capture_identity(stage: StageContext, folder: Path, facts: TargetFacts) -> d
         ),
         "compute_dtype": facts.dtype if target.compute_dtype == "auto" else target.compute_dtype,
         "attn_implementation": target.attn_implementation,
+        "remote_code": facts.remote_code,
     }
 
 

@@ -7,6 +7,7 @@ flushed too: after a crash or a power loss there is the old file, the new file o
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TEMPORARY_PREFIX = ".tmp-"
 BUILDING_SUFFIX = ".building"
+_HASH_BYTES = 1 << 22
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -66,6 +68,15 @@ def _create_temporary(path: Path) -> tuple[Path, int]:
     mode = os.fstat(descriptor).st_mode & 0o7777
     os.close(descriptor)
     return temporary, mode
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_HASH_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 @contextmanager

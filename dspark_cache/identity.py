@@ -23,20 +23,45 @@ IDENTITY_SOURCES: dict[str, tuple[str, ...]] = {
     "mask_generation_prompt": ("data.mask_generation_prompt",),
     "mask_reasoning_content": ("data.mask_reasoning_content",),
     "num_hidden_layers": ("target.model", "target.revision", "inputs/target"),
-    "num_samples": ("data.path", "data.revision", "data.split", "data.limit", "data.min_loss_tokens", "inputs/data"),
+    "num_samples": (
+        "data.path",
+        "data.revision",
+        "data.split",
+        "data.seq_length",
+        "data.mask_reasoning_content",
+        "data.mask_generation_prompt",
+        "data.min_loss_tokens",
+        "data.skip_invalid",
+        "data.limit",
+        "target.chat_template",
+        "target.nonfinite",
+        "inputs/data",
+        "inputs/target",
+    ),
     "seq_length": ("data.seq_length",),
     "shard_size": ("cache.shard_size",),
     "shuffle_seed": ("data.shuffle_seed",),
-    "target_hidden_dim": ("target.layer_ids", "target.draft_num_hidden_layers", "inputs/target"),
+    "target_hidden_dim": (
+        "target.model",
+        "target.revision",
+        "target.layer_ids",
+        "target.draft_num_hidden_layers",
+        "inputs/target",
+    ),
     "target_last_hidden_dim": ("target.model", "target.revision", "inputs/target"),
-    "target_layer_ids": ("target.layer_ids",),
+    "target_layer_ids": ("target.layer_ids", "target.draft_num_hidden_layers", "target.model", "inputs/target"),
     "target_model": ("target.model",),
     "target_model_type": ("target.model", "target.revision", "inputs/target"),
     "target_vocab_size": ("target.model", "target.revision", "inputs/target"),
     "train_data_path": ("data.path",),
     "train_split": ("data.split",),
 }
-"""Manifest field to the params and watched inputs that decide it. A field with one param only is that param."""
+"""Manifest field to the params and watched inputs that decide it; one listed alone is the field's value itself."""
+
+VERBATIM: dict[str, str] = {field: sources[0] for field, sources in IDENTITY_SOURCES.items() if len(sources) == 1} | {
+    "target_layer_ids": "target.layer_ids"
+}
+"""Manifest field to the param whose explicit value it repeats."""
 
 
 def manifest_differences(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
@@ -74,10 +99,10 @@ def expected_of_params(path: Path) -> dict[str, Any]:
     if not isinstance(params, dict):
         raise SettingsError(f"{path} must hold sections of params, found {type(params).__name__}")
     expected = {}
-    for field, sources in IDENTITY_SOURCES.items():
-        section, _, key = sources[0].partition(".")
+    for field, param in VERBATIM.items():
+        section, _, key = param.partition(".")
         values = params.get(section)
-        if len(sources) == 1 and isinstance(values, dict) and values.get(key) is not None:
+        if isinstance(values, dict) and values.get(key) is not None:
             expected[field] = values[key]
     return expected
 

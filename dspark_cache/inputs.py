@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dspark_cache.errors import InputError
-from dspark_cache.files import put_json
+from dspark_cache.files import file_digest, put_json
 from dspark_cache.strict_json import read_json_object
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ FINGERPRINT_PREFIX = "sha256:"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HASH_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +198,7 @@ class Fingerprints:
         known = self._memo.get(key)
         if isinstance(known, list) and len(known) == 4 and known[:3] == state:
             return str(known[3])
-        digest = _digest_of(file)
+        digest = file_digest(file)
         self._memo[key] = [*state, digest]
         return digest
 
@@ -207,14 +206,6 @@ class Fingerprints:
         if self._memo_path is not None:
             self._memo_path.parent.mkdir(parents=True, exist_ok=True)
             put_json(self._memo_path, self._memo)
-
-
-def _digest_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_HASH_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def ensure_pinned(item: Input, path: Path, fingerprints: Fingerprints, *, key: str) -> None:

@@ -284,6 +284,23 @@ def build_cache_manifest(
     }
 
 
+def _check_widths(manifest: Mapping[str, Any], *, name: str) -> None:
+    """Check the widths of states against the hidden size and the layers, as far as the manifest has them."""
+    hidden_size, layer_ids = manifest.get("hidden_size"), manifest.get("target_layer_ids")
+    if hidden_size is None:
+        return
+    widths = {"target_last_hidden_dim": hidden_size}
+    if layer_ids is not None:
+        widths["target_hidden_dim"] = hidden_size * len(layer_ids)
+    faults = [
+        f"{key} is {manifest[key]}, but hidden_size {hidden_size} and target_layer_ids {layer_ids} give {width}"
+        for key, width in widths.items()
+        if manifest.get(key, width) != width
+    ]
+    if faults:
+        raise CacheFormatError(f"{name}: " + "; ".join(faults))
+
+
 def read_manifest(cache_dir: PathLike, allow_incomplete: bool = False) -> dict[str, Any]:
     """Read and check the manifest of a DSpark cache.
 
@@ -298,7 +315,9 @@ def read_manifest(cache_dir: PathLike, allow_incomplete: bool = False) -> dict[s
     manifest = read_offline_manifest(
         cache_dir, DSPARK_NAME, DSPARK_FORMAT_VERSION, DSPARK_PRODUCER, defaults=MANIFEST_DEFAULTS
     )
-    check_fields(manifest, DSPARK_FIELDS, name=manifest_path(cache_dir))
+    name = manifest_path(cache_dir)
+    check_fields(manifest, DSPARK_FIELDS, name=name)
+    _check_widths(manifest, name=name)
     if not allow_incomplete:
         ensure_manifest_complete(manifest, cache_dir)
     return manifest

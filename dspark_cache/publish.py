@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore
-from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError
-from dspark_cache.files import dump_json, put_file, put_folder, put_json
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError, SettingsError
+from dspark_cache.files import dump_json, file_digest, put_file, put_folder, put_json
 from dspark_cache.ledger import Ledger, Place, place_samples
-from dspark_cache.manifest import build_cache_manifest, write_manifest
+from dspark_cache.manifest import MAX_SHARDS, build_cache_manifest, write_manifest
 from dspark_cache.reader import sample_specs
 from dspark_cache.schema import (
     CACHE_KEYS,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dspark_cache.progress import Progress
-    from dspark_cache.settings import CacheSettings
+    from dspark_cache.settings import CacheSettings, Settings
     from dspark_cache.tokens import Tokens
 
 
@@ -84,7 +84,7 @@ class _Source:
         return self._open[1]
 
 
-def ensure_blocks(ledger: Ledger, store: BlockStore) -> None:
+def ensure_blocks(ledger: Ledger, store: BlockStore, *, check_digest: bool) -> None:
     """Check that the blocks of the ledger and the weights are in scratch, before anything is written.
 
     Raises:
@@ -93,11 +93,12 @@ def ensure_blocks(ledger: Ledger, store: BlockStore) -> None:
     faults = []
     for block in ledger.blocks:
         try:
-            store.open(block)
+            store.open(block, check_digest=check_digest)
         except (CacheNotFoundError, CacheFormatError) as error:
             faults.append(str(error))
-    if not (store.folder / WEIGHTS_NAME).is_file():
-        faults.append(f"no such file: {store.folder / WEIGHTS_NAME}")
+    weights = store.folder / WEIGHTS_NAME
+    if not weights.is_file() or file_digest(weights) != ledger.weights_sha256:
+        faults.append(f"{weights} is gone or not the one of the ledger")
     if faults:
         raise CacheNotFoundError(
             f"{len(faults)} files of captured states in {store.folder} are gone or changed, the first: {faults[0]}; "
@@ -110,11 +111,9 @@ def publish_cache(
     tokens: Tokens,
     ledger: Ledger,
     store: BlockStore,
-    settings: CacheSettings,
+    settings: Settings,
     path: Path,
     make_progress: Callable[[int], Progress],
-    *,
-    keep_blocks: bool,
 ) -> None:
     """Write the cache at `path`; it appears there complete or not at all.
 
@@ -122,10 +121,9 @@ def publish_cache(
         tokens: The samples.
         ledger: What was captured.
         store: The blocks.
-        settings: Section `cache`.
+        settings: Section `cache` says what to write, `runtime` how to treat the blocks.
         path: Folder of the cache; an earlier one is replaced.
         make_progress: Given the number of bytes to write.
-        keep_blocks: Whether the blocks stay in scratch once the cache is in place.
 
     Raises:
         CacheNotFoundError: Blocks are gone.
@@ -134,8 +132,10 @@ def publish_cache(
         LockedError: Another process is writing the same cache, or capturing the same states.
     """
     with store.lock():
-        _publish(tokens, ledger, store, settings, path, make_progress)
-        if not keep_blocks:
+        ensure_blocks(ledger, store, check_digest=settings.runtime.check_blocks == "digest")
+        _publish(tokens, ledger, store, settings.cache, path, make_progress)
+        # Only now: a run that is killed before has lost nothing.
+        if not settings.runtime.keep_blocks:
             store.remove_blocks(ledger.blocks)
 
 
@@ -147,13 +147,17 @@ def _publish(
     path: Path,
     make_progress: Callable[[int], Progress],
 ) -> None:
-    ensure_blocks(ledger, store)
     lengths = [tokens.length(index) for index in range(len(tokens))]
     placed = place_samples(ledger, tokens.keys(), lengths)
     samples = [PlacedSample(index=index, place=place) for index, place in enumerate(placed) if place is not None]
     manifest = build_manifest(tokens, ledger, settings, num_samples=len(samples))
     specs = sample_specs(manifest)
     source = _Source(tokens, store, DTYPE_MAP[settings.dtype])
+    if num_shards(len(samples), settings.shard_size) > MAX_SHARDS:
+        raise SettingsError(
+            f"cache.shard_size: {len(samples)} samples in shards of {settings.shard_size} need more than the "
+            f"{MAX_SHARDS} shards that names of six digits allow: raise it"
+        )
     total = len(samples) * sum(spec.num_bytes for spec in _stacked(specs, 1).values())
     with put_folder(path) as folder, make_progress(total) as progress:
         write_manifest(folder, {**manifest, "complete": False})

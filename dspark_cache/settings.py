@@ -106,6 +106,7 @@ class RuntimeSettings:
     host_memory_gb: float = _at_least(4.0, 0)
     """GiB of captured states held on the host while they wait for the disk."""
     allow_mixed: bool = False
+    check_blocks: str = _one_of("headers", "headers", "digest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,8 @@ class TargetFacts:
     num_hidden_layers: int
     dtype: str
     """The checkpoint's own dtype, a key of `DTYPE_MAP`."""
+    remote_code: bool
+    """Whether the checkpoint's own code is run."""
     logits: dict[str, float]
     """Soft cap and scales between lm_head and the logits, as far as the configuration has them."""
 
@@ -140,6 +142,7 @@ def read_target_facts(folder: Path, *, trust_remote_code: bool) -> TargetFacts:
         hidden_size=text.hidden_size,
         num_hidden_layers=text.num_hidden_layers,
         dtype=_checkpoint_dtype(folder, getattr(text, "dtype", None) or getattr(config, "dtype", None)),
+        remote_code=trust_remote_code and bool(getattr(config, "auto_map", None)),
         logits={
             name: float(value)
             for name in _LOGIT_FIELDS

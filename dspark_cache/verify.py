@@ -6,7 +6,6 @@ level that would stumble over what an earlier one found is not run.
 
 from __future__ import annotations
 
-import hashlib
 import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.errors import DsparkCacheError
+from dspark_cache.files import file_digest
 from dspark_cache.manifest import DSPARK_FIELDS, read_manifest, require_fields
 from dspark_cache.reader import CachedDSparkDataset, sample_specs
 from dspark_cache.schema import (
@@ -38,12 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from dspark_cache.progress import Progress
     from dspark_cache.tokens import Tokens
 
 MAX_FINDINGS = 100
 """A level stops after so many: the cache is wrong, the rest adds nothing."""
-_HASH_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,24 +137,14 @@ def _header_findings(path: Path, specs: dict[str, TensorSpec]) -> Iterator[Findi
         yield Finding(level="headers", file=path.name, message=str(error))
 
 
-def check_bytes(cache: CacheFolder, progress: Progress | None = None) -> Iterator[Finding]:
+def check_bytes(cache: CacheFolder) -> Iterator[Finding]:
     """Check the sha256 of every file against provenance.json."""
     for name in [MANIFEST_NAME, TARGET_WEIGHTS_NAME, *cache.shard_names]:
         recorded = cache.recorded(name).get("sha256")
         if not is_sha256(recorded):
             yield Finding(level="bytes", file=name, message="provenance.json records no sha256 of it")
-        elif (found := _digest(cache.path / name, progress)) != recorded:
+        elif (found := file_digest(cache.path / name)) != recorded:
             yield Finding(level="bytes", file=name, message=f"sha256 is {found}, provenance.json says {recorded}")
-
-
-def _digest(path: Path, progress: Progress | None) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_HASH_BYTES):
-            digest.update(chunk)
-            if progress is not None:
-                progress.advance(len(chunk))
-    return digest.hexdigest()
 
 
 @dataclass(slots=True)

@@ -9,7 +9,9 @@ from dspark_cache.blocks import BlockStore
 from dspark_cache.capture import pick_device
 from dspark_cache.capture_run import capture_identity
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
+from dspark_cache.identity import manifest_differences
 from dspark_cache.ledger import Ledger, place_samples, read_ledger
+from dspark_cache.publish import build_manifest
 from dspark_cache.reader import CachedDSparkDataset
 from dspark_cache.recompute import (
     Recomputed,
@@ -19,11 +21,12 @@ from dspark_cache.recompute import (
     read_recomputed,
     recompute_sample,
 )
+from dspark_cache.schema import MANIFEST_NAME
 from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext
 from dspark_cache.target import load_target, read_target_facts, target_folder
 from dspark_cache.target_weights import read_target_weight_modules
 from dspark_cache.tokens import Tokens, sample_key
-from dspark_cache.verify import CacheFolder, Report, verify_cache
+from dspark_cache.verify import CacheFolder, Finding, Report, verify_cache
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +50,19 @@ def verify_stage(stage: StageContext) -> Report:
     keys = tokens.keys()
     lengths = [tokens.length(index) for index in range(len(tokens))]
     kept = [index for index, place in enumerate(place_samples(ledger, keys, lengths)) if place is not None]
+    expected = build_manifest(tokens, ledger, stage.settings.cache, num_samples=len(kept))
     report = verify_cache(cache, settings.level, tokens=tokens, kept=kept)
+    report.findings += [
+        Finding(level="files", file=MANIFEST_NAME, message=f"{line} in tokens/, features.json and params.yaml")
+        for line in manifest_differences(cache.manifest, expected)
+    ]
     if settings.recompute_samples and not report.findings:
         chosen = choose_samples([keys[i] for i in kept], [lengths[i] for i in kept], settings.recompute_samples)
         recomputed = _recomputed(stage, ledger, {position: tokens.input_ids(kept[position]) for position in chosen})
         _, head = read_target_weight_modules(cache.path)
-        comparison = compare_recomputed(CachedDSparkDataset(cache.path), recomputed, head.weight, ledger.compute_dtype)
+        comparison = compare_recomputed(
+            CachedDSparkDataset(cache.path), recomputed, head.weight, ledger.layer_ids, ledger.compute_dtype
+        )
         report.findings += comparison.findings
         report.recompute = {"num_samples": len(chosen), "worst_relative_l2": comparison.worst}
     return report

@@ -20,10 +20,9 @@ def main() -> None:
         Tokens(stage.root / TOKENS_PATH),
         ledger,
         BlockStore(stage.scratch, ledger.identity),
-        stage.settings.cache,
+        stage.settings,
         stage.root / CACHE_PATH,
         lambda num_bytes: Progress("shards", num_bytes, "B"),
-        keep_blocks=stage.settings.runtime.keep_blocks,
     )
 
 

@@ -338,25 +338,28 @@ def test_a_lock_is_released_when_the_block_raises(tmp_path: Path) -> None:
 @contextmanager
 def forked() -> Iterator[int]:
     """Fork a child that lives until the block is left."""
-    reading, writing = os.pipe()
+    ready, tell = os.pipe()
+    wait, end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
+        os.close(end)
+        os.write(tell, b"x")
+        os.read(wait, 1)
         os._exit(0)
-    os.close(reading)
     try:
+        os.read(ready, 1)
         yield child
     finally:
-        os.close(writing)
+        os.close(end)
         os.waitpid(child, 0)
+        for descriptor in (ready, tell, wait):
+            os.close(descriptor)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    lock = FileLock(path)
-    with lock, forked() as child:
+    with FileLock(path) as lock, forked() as child:
         links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{child}/fd")]
         assert str(path) not in links
         # What the kernel does for an owner that dies: its descriptor goes, the file still names it.
@@ -368,11 +371,9 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_that_leaves_the_block_does_not_release_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    child = -1
-    with FileLock(path):
+    with FileLock(path) as lock:
         child = os.fork()
         if child == 0:
-            lock = FileLock(path)
             lock.__exit__()
             os._exit(0)
         os.waitpid(child, 0)

@@ -1,0 +1,128 @@
+"""The target's embedding and lm_head beside the shards."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dspark_cache import (
+    CacheFormatError,
+    CacheNotFoundError,
+    _target_weights_path,
+    read_target_weight_modules,
+    write_target_weights,
+)
+from dspark_cache.target_weights import put_target_weights
+
+GOLDEN = Path(__file__).parent / "data" / "golden" / "cases" / "q3-one-sample" / "cache"
+
+
+def modules(vocab: int = 5, hidden: int = 3) -> tuple[torch.nn.Embedding, torch.nn.Linear]:
+    return torch.nn.Embedding(vocab, hidden), torch.nn.Linear(hidden, vocab, bias=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_come_back_in_the_dtype_of_the_cache(tmp_path: Path, dtype: torch.dtype) -> None:
+    embed, head = modules()
+    folder = tmp_path / "made" / "cache"
+    path = write_target_weights(folder, embed, head, dtype)
+    assert path == _target_weights_path(folder) == str(folder / "target_weights.safetensors")
+    read = read_target_weight_modules(folder)
+    for module, source in zip(read, (embed, head), strict=True):
+        assert torch.equal(module.weight, source.weight.detach().to(dtype))
+        assert module.weight.dtype == dtype
+    assert [file.name for file in folder.iterdir()] == ["target_weights.safetensors"]
+
+
+def test_the_file_has_the_bytes_of_save_file(tmp_path: Path) -> None:
+    embed, head = modules()
+    weights = {"embed_tokens.weight": embed.weight.detach(), "lm_head.weight": head.weight.detach()}
+    save_file(weights, tmp_path / "expected")
+    path = Path(write_target_weights(tmp_path, embed, head, torch.float32))
+    assert path.read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+def test_tied_weights_are_there_twice(tmp_path: Path) -> None:
+    embed, head = modules()
+    head.weight = embed.weight
+    write_target_weights(tmp_path, embed, head, torch.bfloat16)
+    read = read_target_weight_modules(tmp_path)
+    assert all(torch.equal(module.weight, embed.weight.detach().bfloat16()) for module in read)
+    assert Path(_target_weights_path(tmp_path)).stat().st_size > 2 * 5 * 3 * 2
+
+
+def test_weights_that_share_memory_without_being_tied_are_kept_apart(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    put_target_weights(tmp_path / "target_weights.safetensors", weight, weight.T, torch.float32)
+    embed, head = read_target_weight_modules(tmp_path)
+    assert torch.equal(embed.weight, weight)
+    assert torch.equal(head.weight, weight.T)
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    digest = put_target_weights(path, torch.randn(5, 3), torch.randn(5, 3), torch.bfloat16)
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_bias_has_no_place(tmp_path: Path) -> None:
+    embed, _ = modules()
+    message = "the target's lm_head has a bias, which target_weights.safetensors has no place for"
+    with pytest.raises(CacheFormatError, match=f"^{re.escape(message)}$"):
+        write_target_weights(tmp_path, embed, torch.nn.Linear(3, 5), torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_the_reference_are_read() -> None:
+    embed, head = read_target_weight_modules(GOLDEN)
+    assert embed.weight.shape == head.weight.shape == (768, 64)
+    assert embed.weight.dtype == torch.float32
+    assert not torch.equal(embed.weight, head.weight)
+
+
+def test_missing_weights_are_said_to_be_missing(tmp_path: Path) -> None:
+    path = _target_weights_path(tmp_path)
+    with pytest.raises(CacheNotFoundError, match=f"^no such file: {re.escape(path)}$"):
+        read_target_weight_modules(tmp_path)
+
+
+def test_truncated_weights_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_target_weights(tmp_path, *modules(), torch.float32)
+    size = Path(path).stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(CacheFormatError, match=f"^{re.escape(path)} has {size - 1} bytes, its header asks for {size}$"):
+        read_target_weight_modules(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"embed_tokens.weight": torch.ones(5, 3)}, ": missing required keys ['lm_head.weight']"),
+        ({"x": torch.ones(5, 3)}, ": missing required keys ['embed_tokens.weight', 'lm_head.weight']"),
+        (
+            {"embed_tokens.weight": torch.ones(5, 3), "lm_head.weight": torch.ones(4, 3)},
+            ": expected two weights [V, H] of one dtype, found ",
+        ),
+        (
+            {"embed_tokens.weight": torch.ones(5, 3), "lm_head.weight": torch.ones(5, 3).half()},
+            ": expected two weights [V, H] of one dtype, found ",
+        ),
+        (
+            {"embed_tokens.weight": torch.ones(5), "lm_head.weight": torch.ones(5)},
+            ": expected two weights [V, H] of one dtype, found ",
+        ),
+    ],
+)
+def test_weights_that_are_missing_or_do_not_fit_are_refused(
+    tmp_path: Path, weights: dict[str, torch.Tensor], message: str
+) -> None:
+    path = _target_weights_path(tmp_path)
+    save_file(weights, path)
+    with pytest.raises(CacheFormatError, match="^" + re.escape(path + message)):
+        read_target_weight_modules(tmp_path)
