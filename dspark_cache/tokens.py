@@ -93,6 +93,15 @@ class TokensWriter:
         self._offsets = array("q", [0])
         self.counts = TokenCounts()
 
+    def __enter__(self) -> TokensWriter:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the plain files."""
+        self._ids.close()
+        self._mask.close()
+
     def add(self, sample: TokenizedSample) -> None:
         """Append one sample."""
         self._ids.write(array("i", sample.input_ids).tobytes())
@@ -114,7 +123,6 @@ class TokensWriter:
                 part.seek(0)
                 while chunk := part.read(_COPY_TOKENS * specs[key].row_bytes):
                     writer.append(key, torch.frombuffer(bytearray(chunk), dtype=specs[key].dtype))
-                part.close()
             writer.append(SAMPLE_OFFSETS, offsets)
             digest = writer.finish()
         self._ids_path.unlink()

@@ -49,8 +49,11 @@ def main() -> None:
         "pad_token_id": tokenizer.pad_token_id or 0,
         "tokenizer_fingerprint": fingerprints.of(folder, accept=is_tokenizer_file),
     }
-    with put_folder(stage.root / TOKENS_PATH) as building, Progress("tokenize", len(order), "rows") as progress:
-        writer = TokensWriter(building)
+    with (
+        put_folder(stage.root / TOKENS_PATH) as building,
+        TokensWriter(building) as writer,
+        Progress("tokenize", len(order), "rows") as progress,
+    ):
         for sample in keep_samples(((rows.where(index), result) for index, result in results), rules, writer.counts):
             writer.add(sample)
             progress.advance(1)

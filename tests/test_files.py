@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,7 +34,6 @@ from dspark_cache.files import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @contextmanager
@@ -82,9 +82,14 @@ def test_a_file_appears_only_when_the_block_is_left(tmp_path: Path) -> None:
 def test_a_failing_block_keeps_the_old_file_and_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with pytest.raises(error), put_file(path) as temporary:
-        temporary.write_bytes(b"half")
-        raise error
+
+    def write_half() -> None:
+        with put_file(path) as temporary:
+            temporary.write_bytes(b"half")
+            raise error
+
+    with pytest.raises(error):
+        write_half()
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["a"]
 
@@ -195,7 +200,7 @@ def test_a_byte_view_of_nothing_is_empty() -> None:
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 3).T, torch.zeros(2, 3, device="meta")])
 def test_a_byte_view_of_scattered_or_remote_memory_is_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="^byte_view needs a contiguous tensor on the CPU$"):
+    with pytest.raises(ValueError, match=r"^byte_view needs a contiguous tensor on the CPU$"):
         byte_view(tensor)
 
 
@@ -233,9 +238,14 @@ def test_a_folder_replaces_an_earlier_one_whole(tmp_path: Path) -> None:
 def test_a_failing_block_keeps_the_old_folder(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     fill(path, "old")
-    with pytest.raises(RuntimeError), put_folder(path) as building:
-        (building / "file").write_text("half")
-        raise RuntimeError
+
+    def fill_half() -> None:
+        with put_folder(path) as building:
+            (building / "file").write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fill_half()
     assert read(path) == {"file": "old"}
     fill(path, "new")
     assert read(path) == {"file": "new"}
@@ -360,8 +370,7 @@ def forked() -> Iterator[int]:
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with FileLock(path) as lock, forked() as child:
-        links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{child}/fd")]
-        assert str(path) not in links
+        assert path not in [link.readlink() for link in Path(f"/proc/{child}/fd").iterdir()]
         # What the kernel does for an owner that dies: its descriptor goes, the file still names it.
         lock.forget()
         with FileLock(path):

@@ -130,7 +130,7 @@ def test_a_missing_manifest_is_said_to_be_missing_with_the_remedy(tmp_path: Path
     message = f"no EAGLE-3 cache in {tmp_path}: {tmp_path}/manifest.json does not exist"
     with pytest.raises(CacheNotFoundError, match=f"^{re.escape(message)}$"):
         offline_cache.read_manifest(tmp_path, "EAGLE-3", 1)
-    with pytest.raises(FileNotFoundError, match="; make one with precompute_eagle3$"):
+    with pytest.raises(FileNotFoundError, match=r"; make one with precompute_eagle3$"):
         offline_cache.read_manifest(tmp_path, "EAGLE-3", 1, "precompute_eagle3")
 
 
@@ -154,16 +154,14 @@ def test_what_is_no_json_object_of_a_manifest_s_size_is_refused(put: Any, conten
 @pytest.mark.parametrize("version", ["1", 1.0, True, 2, 0, None, [1], {}])
 def test_another_version_or_one_of_another_type_is_refused(put: Any, version: object) -> None:
     folder = put(versioned(format_version=version))
-    message = (
-        f"{folder}/manifest.json: format_version is {version!r}, this reader of DSpark caches knows 1"
-    )
+    message = f"{folder}/manifest.json: format_version is {version!r}, this reader of DSpark caches knows 1"
     with pytest.raises(CacheFormatError, match=f"^{re.escape(message)}$"):
         read_manifest(folder)
 
 
 def test_no_version_is_refused(put: Any) -> None:
     folder = put(MANIFEST)
-    with pytest.raises(CacheFormatError, match="format_version is None, this reader of EAGLE-3 caches knows 3$"):
+    with pytest.raises(CacheFormatError, match=r"format_version is None, this reader of EAGLE-3 caches knows 3$"):
         offline_cache.read_manifest(folder, "EAGLE-3", 3)
 
 
@@ -194,7 +192,9 @@ WRONG: list[tuple[str, list[object]]] = [
 def test_a_wrong_type_or_range_is_refused_by_key(put: Any, key: str, value: object) -> None:
     folder = put(versioned(**{key: value}))
     expected = re.escape(DSPARK_FIELDS[key][0])
-    with pytest.raises(CacheFormatError, match=f"manifest.json: {key}: expected {expected}, found {re.escape(repr(value))}$"):
+    with pytest.raises(
+        CacheFormatError, match=f"manifest.json: {key}: expected {expected}, found {re.escape(repr(value))}$"
+    ):
         read_manifest(folder)
 
 
@@ -215,7 +215,37 @@ def test_every_field_is_in_the_table_of_wrong_values() -> None:
     ],
 )
 def test_values_at_the_edge_are_accepted(put: Any, key: str, value: object) -> None:
-    assert read_manifest(put(versioned(**{key: value})))[key] == value
+    assert read_manifest(put({"format_version": 1, key: value}))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        (
+            {"hidden_size": 5},
+            [
+                "target_last_hidden_dim is 4, but hidden_size 5 and target_layer_ids [-1, 2] give 5",
+                "target_hidden_dim is 8, but hidden_size 5 and target_layer_ids [-1, 2] give 10",
+            ],
+        ),
+        ({"target_layer_ids": [1]}, ["target_hidden_dim is 8, but hidden_size 4 and target_layer_ids [1] give 4"]),
+        (
+            {"target_last_hidden_dim": 8},
+            ["target_last_hidden_dim is 8, but hidden_size 4 and target_layer_ids [-1, 2] give 4"],
+        ),
+    ],
+)
+def test_widths_that_contradict_each_other_are_refused(put: Any, changes: dict[str, Any], faults: list[str]) -> None:
+    folder = put(versioned(**changes))
+    with pytest.raises(CacheFormatError, match=f"^{re.escape(f'{folder}/manifest.json: ' + '; '.join(faults))}$"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("absent", ["hidden_size", "target_layer_ids", "target_hidden_dim", "target_last_hidden_dim"])
+def test_widths_are_compared_as_far_as_they_are_there(put: Any, absent: str) -> None:
+    manifest = versioned()
+    del manifest[absent]
+    assert read_manifest(put(manifest)) == manifest
 
 
 def test_all_wrong_values_are_reported_at_once(put: Any) -> None:
@@ -233,7 +263,9 @@ def test_the_generic_reader_checks_generic_keys_only(put: Any) -> None:
     folder = put(versioned(dtype=7, format_version=3))
     assert offline_cache.read_manifest(folder, "EAGLE-3", 3)["dtype"] == 7
     folder = put(versioned(num_samples="7", shard_size=0, complete=None, format_version=3))
-    with pytest.raises(CacheFormatError, match="num_samples: .*; shard_size: .*; complete: expected true or false, found None$"):
+    with pytest.raises(
+        CacheFormatError, match=r"num_samples: .*; shard_size: .*; complete: expected true or false, found None$"
+    ):
         offline_cache.read_manifest(folder, "EAGLE-3", 3)
 
 
@@ -250,7 +282,11 @@ def test_few_fields_are_enough_to_read_a_manifest(put: Any) -> None:
 
 def test_defaults_fill_what_is_absent_and_change_nothing_else(put: Any) -> None:
     folder = put({"format_version": 1, "a": 1})
-    assert offline_cache.read_manifest(folder, "X", 1, defaults={"a": 2, "b": 3}) == {"format_version": 1, "a": 1, "b": 3}
+    assert offline_cache.read_manifest(folder, "X", 1, defaults={"a": 2, "b": 3}) == {
+        "format_version": 1,
+        "a": 1,
+        "b": 3,
+    }
     assert offline_cache.read_manifest(folder, "X", 1) == {"format_version": 1, "a": 1}
 
 

@@ -113,7 +113,7 @@ def test_batches_that_do_not_fit_together_are_refused() -> None:
     message = "a batch needs tensors with the same number of samples, found {'a': 2, 'b': 3}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         accumulator.add({"a": torch.ones(2), "b": torch.ones(3)})
-    with pytest.raises(ValueError, match="^a batch needs tensors with the same number of samples, found {}$"):
+    with pytest.raises(ValueError, match=r"^a batch needs tensors with the same number of samples, found {}$"):
         accumulator.add({})
 
 
@@ -188,14 +188,14 @@ def test_dummy_forwards_repeat_a_real_batch_and_are_dropped(rank: int, expected:
 
 
 def test_fewer_steps_than_a_rank_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="^sync_max_steps gave 1 for rank 0, which has 2 steps$"):
+    with pytest.raises(ValueError, match=r"^sync_max_steps gave 1 for rank 0, which has 2 steps$"):
         write_cache_shards_distributed(
             loader_of(4, 2), "out", 4, 1, 0, compute, Recorder(), LOGGER, sync_max_steps=lambda _: 1
         )
 
 
 def test_an_impossible_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="^expected num_samples >= 0, .* found 4, 2, 2, 2$"):
+    with pytest.raises(ValueError, match=r"^expected num_samples >= 0, .* found 4, 2, 2, 2$"):
         write_cache_shards_distributed(loader_of(4, 2), "out", 2, 2, 2, compute, Recorder(), LOGGER)
 
 
@@ -250,7 +250,15 @@ def test_files_of_ranks_are_those_of_one_process(
     most = max(steps_of(8, 3, world_size, batch_size))
     for rank in range(world_size):
         write_cache_shards_distributed(
-            loader_of(8, batch_size), str(tmp_path), 3, world_size, rank, dspark_batch, write_shard, LOGGER, lambda _: most
+            loader_of(8, batch_size),
+            str(tmp_path),
+            3,
+            world_size,
+            rank,
+            dspark_batch,
+            write_shard,
+            LOGGER,
+            lambda _: most,
         )
     assert contents(tmp_path) == contents(undisturbed)
 
@@ -302,13 +310,13 @@ def test_a_resumed_loader_goes_on_to_the_end(start: int) -> None:
 
 
 def test_a_negative_start_is_refused() -> None:
-    with pytest.raises(ValueError, match="^start_sample must be at least 0, found -1$"):
+    with pytest.raises(ValueError, match=r"^start_sample must be at least 0, found -1$"):
         dataloader_from_sample(loader_of(5, 2), -1)
 
 
 def test_a_loader_without_a_batch_size_is_refused() -> None:
     source = DataLoader(TensorDataset(torch.arange(5)), batch_sampler=[[0, 1], [4]])
-    with pytest.raises(ValueError, match="^the dataloader must have a batch_size: with a batch_sampler there is no"):
+    with pytest.raises(ValueError, match=r"^the dataloader must have a batch_size: with a batch_sampler there is no"):
         _sequential_subset_loader(source, 0, 5)
 
 
@@ -366,9 +374,7 @@ def test_a_captured_batch_becomes_the_tensors_of_a_shard(dtype: torch.dtype, wra
     assert all(torch.equal(batch[key], captured[key].detach().to(batch[key].dtype)) for key in CACHE_KEYS)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ulp"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=["bf16", "fp16"]
-)
+@pytest.mark.parametrize(("dtype", "ulp"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=["bf16", "fp16"])
 def test_states_are_rounded_to_nearest_even(dtype: torch.dtype, ulp: float) -> None:
     values = torch.tensor([1 + ulp / 2, 1 + ulp * 3 / 2, 1 + ulp / 2 + 2.0**-20, -1 - ulp / 2])
     states = values.reshape(1, 1, 4)

@@ -191,7 +191,7 @@ def test_fields_report_all_faults_at_once() -> None:
 def test_a_count_is_an_integer_that_fits_in_63_bits(value: object) -> None:
     fields = Fields({"a": value}, name="file")
     assert fields.count("a") == 0
-    with pytest.raises(CacheFormatError, match="^file: a: expected an integer >= 0, found "):
+    with pytest.raises(CacheFormatError, match=r"^file: a: expected an integer >= 0, found "):
         fields.finish()
 
 

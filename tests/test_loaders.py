@@ -1,0 +1,179 @@
+"""Dataloaders: the reference's order, shares and batches."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import SequentialSampler
+
+from dspark_cache import CACHE_KEYS, CachedDSparkDataset, _collate_cached, build_cached_dspark_dataloader
+from dspark_cache.offline_cache import build_cached_dataloader, collate_cached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    MakeCache = Callable[..., Path]
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A data set whose samples are their indices."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"a": torch.tensor(index)}
+
+
+def collate(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return collate_cached(features, ("a",))
+
+
+def batches(loader: Any) -> list[list[int]]:
+    return [batch["a"].tolist() for batch in loader]
+
+
+# --- collating --------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_stacked_key_by_key() -> None:
+    features = [{"b": torch.full((2,), index), "a": torch.tensor(index), "more": "x"} for index in range(3)]
+    batch = collate_cached(features, ("a", "b"))  # type: ignore[arg-type]
+    assert list(batch) == ["a", "b"]
+    assert batch["a"].tolist() == [0, 1, 2]
+    assert batch["b"].tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_dspark_batches_have_the_keys_of_a_shard() -> None:
+    sample = {key: torch.ones(2) for key in reversed(CACHE_KEYS)}
+    batch = _collate_cached([sample, sample])
+    assert tuple(batch) == CACHE_KEYS
+    assert all(tensor.shape == (2, 2) for tensor in batch.values())
+
+
+def test_nothing_to_collate_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^cannot collate an empty list of samples$"):
+        collate_cached([], ("a",))
+
+
+def test_samples_that_lack_keys_are_refused_with_all_of_them() -> None:
+    features = [{"a": torch.ones(1)}, {"b": torch.ones(1)}]
+    with pytest.raises(ValueError, match=f"^{re.escape('samples are missing required keys ')}" + r"\['a', 'b', 'c'\]$"):
+        collate_cached(features, ("c", "b", "a"))
+
+
+# --- order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "batch_size"), [*product((0, 1, 5, 6), (1, 2, 5, 9))])
+def test_without_shuffle_the_order_is_that_of_the_cache_and_the_last_batch_may_be_short(
+    length: int, batch_size: int
+) -> None:
+    loader = build_cached_dataloader(Numbers(length), batch_size, False, collate)
+    assert isinstance(loader.sampler, SequentialSampler)
+    numbers = list(range(length))
+    assert batches(loader) == [numbers[at : at + batch_size] for at in range(0, length, batch_size)]
+    assert len(loader) == math.ceil(length / batch_size)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42])
+def test_shuffle_draws_from_torch_s_global_generator_as_the_reference_does(seed: int) -> None:
+    torch.manual_seed(seed)
+    seeds = [int(torch.empty((), dtype=torch.int64).random_()) for _ in range(4)]
+    torch.manual_seed(seed)
+    loader = build_cached_dataloader(Numbers(11), 3, True, collate)
+    for epoch in range(2):  # an epoch draws two seeds: the workers' and the order's
+        generator = torch.Generator().manual_seed(seeds[2 * epoch + 1])
+        order = torch.randperm(11, generator=generator).tolist()
+        assert batches(loader) == [order[at : at + 3] for at in range(0, 11, 3)]
+
+
+def test_an_empty_cache_cannot_be_shuffled_but_read(make_cache: MakeCache) -> None:
+    folder = make_cache(0, 2)
+    assert list(build_cached_dspark_dataloader(folder, 2, False)) == []
+    with pytest.raises(ValueError, match="num_samples=0"):
+        build_cached_dspark_dataloader(folder, 2, True)
+
+
+SHARES = """
+import json, sys
+import torch.distributed
+from dspark_cache.offline_cache import build_cached_dataloader, collate_cached
+
+rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=world)
+shares = {}
+for length in map(int, sys.argv[4:]):
+    for shuffle in (False, True):
+        dataset = [{"a": torch.tensor(index)} for index in range(length)]
+        loader = build_cached_dataloader(dataset, 2, shuffle, lambda f: collate_cached(f, ("a",)), distributed=True)
+        for epoch in (0, 3):
+            loader.sampler.set_epoch(epoch)
+            shares[f"{length} {shuffle} {epoch}"] = [batch["a"].tolist() for batch in loader]
+print(json.dumps(shares))
+torch.distributed.destroy_process_group()
+"""
+
+
+def share(length: int, shuffle: bool, epoch: int, world: int, rank: int) -> list[list[int]]:
+    """Return the batches of two of one rank's share, by the reference's rule."""
+    order = (
+        torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).tolist() if shuffle else range(length)
+    )
+    padded = math.ceil(length / world) * world
+    numbers = (list(order) * padded)[:padded][rank::world]
+    return [numbers[at : at + 2] for at in range(0, len(numbers), 2)]
+
+
+def test_each_rank_reads_its_share(tmp_path: Path) -> None:
+    lengths = [0, 1, 6, 7]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARES, str(rank), "2", str(tmp_path / "store"), *map(str, lengths)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        output, _ = process.communicate()
+        assert process.returncode == 0
+        assert json.loads(output) == {
+            f"{length} {shuffle} {epoch}": share(length, shuffle, epoch, 2, rank)
+            for length, shuffle, epoch in product(lengths, (False, True), (0, 3))
+        }
+
+
+# --- a DSpark cache ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_of_a_cache_are_its_samples(make_cache: MakeCache, num_workers: int) -> None:
+    folder = make_cache(5, 2)
+    dataset = CachedDSparkDataset(folder)
+    loader = build_cached_dspark_dataloader(folder, 2, False, num_workers)
+    found = list(loader)
+    assert [len(batch["input_ids"]) for batch in found] == [2, 2, 1]
+    for key in CACHE_KEYS:
+        assert torch.equal(torch.cat([batch[key] for batch in found]), torch.stack([dataset[i][key] for i in range(5)]))
+
+
+def test_settings_of_the_loader_are_the_reference_s(make_cache: MakeCache) -> None:
+    loader = build_cached_dspark_dataloader(make_cache(3, 2), batch_size=2, shuffle=True, num_workers=1)
+    assert (loader.batch_size, loader.drop_last, loader.num_workers) == (2, False, 1)
+    assert (loader.persistent_workers, loader.worker_init_fn, loader.generator) == (False, None, None)
+    assert loader.pin_memory == torch.cuda.is_available()
+    assert loader.multiprocessing_context is None
