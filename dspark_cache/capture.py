@@ -240,12 +240,19 @@ class BlockCapturer:
     ) -> _Buffer:
         buffer = self._allocate([len(sample) for sample in samples])
         pending: tuple[list[int], States, Any] | None = None
-        for batch in cut_batches([len(sample) for sample in samples], max_tokens):
-            started = (batch, *self._to_host.start(self._capturer([samples[index] for index in batch])))
-            if pending is not None:
-                self._place(planned, buffer, *pending)
-            pending = started
-            progress.advance(sum(len(samples[index]) for index in batch))
+        done = 0
+        try:
+            for batch in cut_batches([len(sample) for sample in samples], max_tokens):
+                started = (batch, *self._to_host.start(self._capturer([samples[index] for index in batch])))
+                if pending is not None:
+                    self._place(planned, buffer, *pending)
+                pending = started
+                tokens = sum(len(samples[index]) for index in batch)
+                done += tokens
+                progress.advance(tokens)
+        except torch.cuda.OutOfMemoryError:
+            progress.advance(-done)
+            raise
         if pending is not None:
             self._place(planned, buffer, *pending)
         return buffer

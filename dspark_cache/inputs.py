@@ -166,6 +166,7 @@ class Fingerprints:
         """Remember digests in `memo_path` (None: nowhere); an unreadable memo is forgotten."""
         self._memo_path = memo_path
         self._memo: dict[str, object] = {}
+        self._is_changed = False
         if memo_path is not None and memo_path.exists():
             try:
                 self._memo = read_json_object(memo_path)
@@ -200,10 +201,11 @@ class Fingerprints:
             return str(known[3])
         digest = file_digest(file)
         self._memo[key] = [*state, digest]
+        self._is_changed = True
         return digest
 
     def _save(self) -> None:
-        if self._memo_path is not None:
+        if self._memo_path is not None and self._is_changed:
             self._memo_path.parent.mkdir(parents=True, exist_ok=True)
             put_json(self._memo_path, self._memo)
 

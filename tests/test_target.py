@@ -7,6 +7,7 @@ import logging
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -369,10 +370,18 @@ def test_which_files_decide_states_and_ids(name: str, weight: bool, tokenizer: b
     assert (is_weight_file(name), is_tokenizer_file(name)) == (weight, tokenizer)
 
 
-def test_the_folder_of_a_local_target_and_of_one_the_hub_s_cache_lacks(tmp_path: Path) -> None:
+def test_the_folder_of_a_local_target_is_below_the_root(tmp_path: Path) -> None:
     local = Input(text="inputs/target", kind="watched", revision=None)
     assert target_folder(local, tmp_path, trust_remote_code=False, weights=True) == tmp_path / "inputs/target"
+
+
+def test_a_hub_target_is_found_in_the_hub_s_cache_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     commit = "0" * 40
     hub = Input(text="nobody/nothing", kind="hub", revision=commit)
     with pytest.raises(InputError, match=f"target.model: cannot fetch nobody/nothing at {commit}: "):
         target_folder(hub, tmp_path, trust_remote_code=False, weights=True)
+    snapshot = tmp_path / "models--nobody--nothing" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    assert target_folder(hub, tmp_path, trust_remote_code=True, weights=False) == snapshot
