@@ -69,10 +69,9 @@ def capture_identity(stage: StageContext, folder: Path, facts: TargetFacts) -> d
     target = stage.settings.target
     fingerprints = stage.fingerprints()
     ensure_pinned(stage.target, folder, fingerprints, key="target.model")
-    by_hub = f"hub:{stage.target.text}@{stage.target.revision}" if stage.target.kind == "hub" else None
     return {
         "capture_version": STAGE_VERSIONS["capture"],
-        "weights": by_hub or fingerprints.of(folder, accept=is_weight_file),
+        "weights": fingerprints.of_input(stage.target, folder, accept=is_weight_file),
         "hidden_size": facts.hidden_size,
         "target_layer_ids": resolve_layer_ids(
             target.layer_ids, target.draft_num_hidden_layers, facts.num_hidden_layers

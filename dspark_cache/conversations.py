@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from dspark_cache.errors import RowError
+from dspark_cache.strict_json import is_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -55,6 +56,27 @@ def parse_row(row: object) -> Conversation:
     for text in _texts([conversation.messages, conversation.tools]):
         _check_encodable(text)
     return conversation
+
+
+def is_token_row(row: object) -> TypeGuard[dict[str, Any]]:
+    """Say whether a row comes as token ids, as inference engines write regenerated answers."""
+    return isinstance(row, dict) and row.get("input_ids") is not None
+
+
+def parse_token_row(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Check a row that is tokenised already; return its `input_ids` and `loss_mask`, both [T].
+
+    Raises:
+        RowError: The two are no lists of the same positive length, ids are negative, or the mask is not of 0 and 1.
+    """
+    ids, mask = row["input_ids"], row.get("loss_mask")
+    if not isinstance(ids, list) or not ids or not all(is_int(token) and token >= 0 for token in ids):
+        raise RowError("bad_tokens", f"input_ids: expected a list of token ids, found {_shown(ids)}")
+    if not isinstance(mask, list) or not all(isinstance(bit, int) and bit in (0, 1) for bit in mask):
+        raise RowError("bad_tokens", f"loss_mask: expected a list of 0 and 1 beside input_ids, found {_shown(mask)}")
+    if len(ids) != len(mask):
+        raise RowError("bad_tokens", f"input_ids and loss_mask: expected one length, found {len(ids)} and {len(mask)}")
+    return ids, [int(bit) for bit in mask]
 
 
 def _raw_messages(row: dict[str, Any]) -> list[Any]:

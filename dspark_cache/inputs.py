@@ -27,6 +27,7 @@ INPUTS = Path("inputs")
 FINGERPRINT_PREFIX = "sha256:"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
+_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".txt", ".safetensors")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -59,8 +60,8 @@ def locate_inputs(settings: Settings, root: Path) -> tuple[Input, Input]:
         InputError: Listing every fault of both, and of the chat template's place.
     """
     faults: list[str] = []
-    data = _locate("data.path", settings.data.path, settings.data.revision, root, faults, may_be_hub=False)
-    target = _locate("target.model", settings.target.model, settings.target.revision, root, faults, may_be_hub=True)
+    data = _locate("data.path", settings.data.path, settings.data.revision, root, faults)
+    target = _locate("target.model", settings.target.model, settings.target.revision, root, faults)
     _check_template_place(settings.target.chat_template, root, faults)
     faults.extend(_link_faults(root))
     if faults:
@@ -68,7 +69,7 @@ def locate_inputs(settings: Settings, root: Path) -> tuple[Input, Input]:
     return data, target
 
 
-def _locate(key: str, text: str, revision: str | None, root: Path, faults: list[str], *, may_be_hub: bool) -> Input:
+def _locate(key: str, text: str, revision: str | None, root: Path, faults: list[str]) -> Input:
     path = root / text
     section = key.partition(".")[0]
     if path.exists():
@@ -80,7 +81,7 @@ def _locate(key: str, text: str, revision: str | None, root: Path, faults: list[
                 f"{section}.revision to its fingerprint (dspark-cache fingerprint {text}); found {revision!r}"
             )
         return Input(text=text, kind="pinned", revision=revision)
-    if not may_be_hub or not _HUB_ID.fullmatch(text) or text.split("/")[0] in (".", "..", INPUTS.name):
+    if not _may_be_hub_id(text, root):
         faults.append(str(missing_file(key, path)))
     elif revision is None or not _COMMIT.fullmatch(revision):
         faults.append(
@@ -88,6 +89,47 @@ def _locate(key: str, text: str, revision: str | None, root: Path, faults: list[
             f"hexadecimal digits (branches and tags move); found {revision!r}"
         )
     return Input(text=text, kind="hub", revision=revision)
+
+
+def _may_be_hub_id(text: str, root: Path) -> bool:
+    """Say whether a text that names no existing path may be a hub id; a mistyped path is none."""
+    first, _, rest = text.partition("/")
+    is_path = (
+        text.endswith(_FILE_SUFFIXES) or first in (".", "..", INPUTS.name) or bool(rest and (root / first).exists())
+    )
+    return _HUB_ID.fullmatch(text) is not None and not is_path
+
+
+def fetch_snapshot(item: Input, *, key: str, repo_type: str, patterns: list[str] | None) -> Path:
+    """Return the local folder of a hub repository at its pinned commit, fetching what is not there yet.
+
+    Args:
+        item: A hub id with its commit.
+        key: Param that names it, for messages.
+        repo_type: "model" or "dataset".
+        patterns: Files to fetch; None: all.
+
+    Raises:
+        InputError: Neither the hub nor its local cache has it.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(item.text, repo_type=repo_type, revision=item.revision, allow_patterns=patterns)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{key}: cannot fetch {item.text} at {item.revision}: {error}") from error
+    return Path(found)
+
+
+def data_path(data: Input, root: Path) -> Path:
+    """Return the file or folder of the conversations; a hub data set is fetched first.
+
+    Raises:
+        InputError: Neither the hub nor its local cache has it.
+    """
+    if data.kind == "hub":
+        return fetch_snapshot(data, key="data.path", repo_type="dataset", patterns=None)
+    return root / data.text
 
 
 def missing_file(key: str, path: Path) -> InputError:
@@ -191,6 +233,10 @@ class Fingerprints:
             return FINGERPRINT_PREFIX + digests[0][0]
         listing = "".join(f"{digest}  {name}\n" for digest, name in digests)
         return FINGERPRINT_PREFIX + hashlib.sha256(listing.encode()).hexdigest()
+
+    def of_input(self, item: Input, path: Path, *, accept: Callable[[str], bool] = lambda _: True) -> str:
+        """Return what identifies an input's content: a hub commit as it is, else the fingerprint of `path`."""
+        return f"hub:{item.text}@{item.revision}" if item.kind == "hub" else self.of(path, accept=accept)
 
     def _file_digest(self, file: Path) -> str:
         status = file.stat()

@@ -36,6 +36,7 @@ SPAN_BY_DIFFERENCE: Final = "span_by_difference"
 ANSWER_NOT_FOUND: Final = "answer_not_found"
 REASONING_NOT_FOUND: Final = "reasoning_not_found"
 GENERATION_PROMPT_NOT_FOUND: Final = "generation_prompt_not_found"
+MASK_OPTIONS_NOT_APPLIED: Final = "mask_options_not_applied_to_token_rows"
 
 Span = tuple[int, int]
 """Token range of the whole render, end excluded."""

@@ -1,30 +1,37 @@
-"""Where conversations come from: the rows of a file, and the order they are taken in.
+"""Where conversations come from: the rows of a file, a folder of files, or a hub data set.
 
-First module of the tokenize stage's flow: rows -> conversations -> chat_templates -> loss_masks -> tokenizing.
-A file is opened as `Rows`, which keep offsets and not rows in memory; `row_order` says which of them are used.
+First module of the tokenize stage's flow: rows -> row_order -> conversations -> chat_templates -> loss_masks ->
+tokenizing. A `Source` numbers the rows of all its splits; offsets are kept in memory, rows are not.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
-import re
+import shutil
 import tempfile
+import weakref
+import zlib
 from array import array
+from bisect import bisect_right
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
-from dspark_cache.errors import InputError, RowError, SettingsError
-from dspark_cache.inputs import missing_file
+from dspark_cache.errors import InputError, RowError
+from dspark_cache.inputs import input_files, missing_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-LOCAL_SPLIT: Final = "train"
-"""The only split that a local file has."""
+TRAIN: Final = "train"
+"""The only split of local files that are not Parquet."""
 
 _BOM: Final = b"\xef\xbb\xbf"
-_PACKED: Final = frozenset({".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"})
-_DIGIT_SLICE: Final = re.compile(r"([\w.]+)\[(\d*):(\d*)\]", re.ASCII)
+_PACKED: Final = frozenset({".bz2", ".xz", ".zst", ".zip", ".tar"})
+_JSON_LINES: Final = (".jsonl", ".ndjson")
+_DATA_SUFFIXES: Final = (*_JSON_LINES, ".json")
 
 
 class Rows(Protocol):
@@ -40,24 +47,96 @@ class Rows(Protocol):
         """Name row `index` for a message: file, and line or position."""
 
 
-def open_rows(path: Path) -> Rows:
-    """Open the rows of `path`: JSON lines, Parquet, or (any other file) one JSON value.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """All rows of one input.
+
+    Attributes:
+        rows: The rows of every split, one split after the other.
+        splits: Split to the range of its rows.
+        is_shuffled: Whether the reference shuffles such an input: Parquet and hub data sets, not JSON.
+    """
+
+    rows: Rows
+    splits: Mapping[str, range]
+    is_shuffled: bool
+
+
+def open_source(path: Path, scratch: Path, *, is_hub: bool = False) -> Source:
+    """Open a file (JSON lines, Parquet, or any other file as one JSON value), or a folder of such files.
+
+    JSON files may be packed with gzip. A folder's JSON files are read in the order of their names; a folder with
+    Parquet files, and a hub snapshot, is read by `datasets`, which finds the splits.
+
+    Args:
+        path: The file or folder.
+        scratch: Where unpacked and converted rows lie while they are read; nothing stays there.
+        is_hub: Whether the folder is a snapshot of a hub data set.
 
     Raises:
-        InputError: No such file, a folder, a packed file, or no value of its format.
+        InputError: No such file, an unknown packing, or no value of its format; names the file.
     """
-    if path.is_dir():
-        raise InputError(f"data.path: {path} is a folder; expected one file (.jsonl, .json or .parquet)")
     if not path.exists():
         raise missing_file("data.path", path)
-    suffix = path.suffix.lower()
-    if suffix in _PACKED:
-        raise InputError(f"data.path: {path} is packed ({suffix}); unpack it first")
-    if suffix in (".jsonl", ".ndjson"):
-        return _JsonLines(path)
-    if suffix == ".parquet":
-        return _ParquetRows(path)
-    return _JsonValue(path)
+    if is_hub or (path.is_dir() and any(_suffix(file) == ".parquet" for _, file in input_files(path))):
+        return _open_data_set(path, scratch)
+    if path.is_dir():
+        rows: Rows = _open_folder(path, scratch)
+        return Source(rows=rows, splits={TRAIN: range(len(rows))}, is_shuffled=False)
+    rows = _open_file(path, scratch)
+    return Source(rows=rows, splits={TRAIN: range(len(rows))}, is_shuffled=_suffix(path) == ".parquet")
+
+
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def _open_file(path: Path, scratch: Path) -> Rows:
+    if _suffix(path) in _PACKED:
+        raise InputError(f"data.path: {path} is packed ({_suffix(path)}); unpack it first, or use gzip")
+    is_gzip = _suffix(path) == ".gz"
+    suffix = _suffix(path.with_suffix("")) if is_gzip else _suffix(path)
+    if suffix in _JSON_LINES:
+        return _UnpackedLines(path, scratch) if is_gzip else _JsonLines(path)
+    if suffix == ".parquet" and not is_gzip:
+        return _ArrowRows(str(path), _read_parquet(path, scratch))
+    return _JsonValue(path, _read_gzip(path) if is_gzip else path.read_bytes())
+
+
+def _open_folder(path: Path, scratch: Path) -> Rows:
+    files = [file for _, file in input_files(path) if _suffix(_without_gzip(file)) in _DATA_SUFFIXES]
+    if not files:
+        raise InputError(f"data.path: {path} holds no .jsonl, .json or .parquet files")
+    return _Concatenated([_open_file(file, scratch) for file in files])
+
+
+def _without_gzip(path: Path) -> Path:
+    return path.with_suffix("") if _suffix(path) == ".gz" else path
+
+
+class _Concatenated:
+    """Rows of several sources, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._starts = [0]
+        for part in parts:
+            self._starts.append(self._starts[-1] + len(part))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part], index - self._starts[part]
+
+    def read(self, index: int) -> object:
+        rows, position = self._find(index)
+        return rows.read(position)
+
+    def where(self, index: int) -> str:
+        rows, position = self._find(index)
+        return rows.where(position)
 
 
 class _JsonLines:
@@ -67,7 +146,7 @@ class _JsonLines:
         self._path = path
         self._offsets = array("Q")
         self._numbers = array("Q")
-        with path.open("rb") as file:
+        with self._open() as file:
             start = 0
             for number, line in enumerate(file, start=1):
                 skip = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
@@ -79,8 +158,13 @@ class _JsonLines:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def read(self, index: int) -> object:
+    @contextmanager
+    def _open(self) -> Iterator[IO[bytes]]:
         with self._path.open("rb") as file:
+            yield file
+
+    def read(self, index: int) -> object:
+        with self._open() as file:
             file.seek(self._offsets[index])
             line = file.readline()
         try:
@@ -94,13 +178,43 @@ class _JsonLines:
         return f"{self._path}:{self._numbers[index]}"
 
 
+class _UnpackedLines(_JsonLines):
+    """JSON lines of a gzip file, unpacked once into a file without a name."""
+
+    def __init__(self, path: Path, scratch: Path) -> None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        self._unpacked = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - closed with this object
+        weakref.finalize(self, self._unpacked.close)
+        with _unpacking(path), gzip.open(path, "rb") as packed:
+            shutil.copyfileobj(packed, self._unpacked, 1 << 20)
+        super().__init__(path)
+
+    @contextmanager
+    def _open(self) -> Iterator[IO[bytes]]:
+        self._unpacked.seek(0)
+        yield self._unpacked
+
+
+@contextmanager
+def _unpacking(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"data.path: {path} cannot be unpacked: {error}") from error
+
+
+def _read_gzip(path: Path) -> bytes:
+    with _unpacking(path), gzip.open(path, "rb") as packed:
+        return packed.read()
+
+
 class _JsonValue:
     """A file that is one JSON value: a list holds the rows, anything else is the only row."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes) -> None:
         self._path = path
         try:
-            value = json.loads(path.read_bytes().decode("utf-8-sig"))
+            value = json.loads(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise InputError(f"data.path: {path} is not UTF-8: {_bad_byte(error)}") from error
         except (ValueError, RecursionError) as error:
@@ -120,38 +234,60 @@ class _JsonValue:
         return f"{self._path}[{index}]" if self._is_list else str(self._path)
 
 
-class _ParquetRows:
-    """Rows of a Parquet file, memory-mapped from an Arrow file that has no name any more."""
+class _ArrowRows:
+    """Rows of a `datasets.Dataset`, memory-mapped from Arrow files that have no name any more."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rows = _read_parquet(path)
+    def __init__(self, name: str, data: Any) -> None:
+        self._name = name
+        self._data = data
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._data)
 
     def read(self, index: int) -> object:
-        return _without_nulls(self._rows[index])
+        return _without_nulls(self._data[index])
 
     def where(self, index: int) -> str:
-        return f"{self._path}[{index}]"
+        return f"{self._name}[{index}]"
 
 
-def _read_parquet(path: Path) -> Any:
-    """Convert to Arrow in a folder that is removed at once; the mapping keeps the file's blocks alive."""
-    from datasets import Dataset, disable_progress_bars, enable_progress_bars
+def _read_parquet(path: Path, scratch: Path) -> Any:
+    from datasets import Dataset
+
+    # Not load_dataset, which takes a bare file name for the name of a data set.
+    return _load(path, scratch, lambda link, cache: Dataset.from_parquet(f"{link}.parquet", cache_dir=cache))
+
+
+def _open_data_set(path: Path, scratch: Path) -> Source:
+    from datasets import load_dataset
+
+    found = _load(path, scratch, lambda link, cache: load_dataset(link, cache_dir=cache))
+    splits, start = {}, 0
+    for name, data in found.items():
+        splits[str(name)] = range(start, start + len(data))
+        start += len(data)
+    rows = _Concatenated([_ArrowRows(f"{path}[{name}]", data) for name, data in found.items()])
+    return Source(rows=rows, splits=splits, is_shuffled=True)
+
+
+def _load(path: Path, scratch: Path, load: Callable[[str, str], Any]) -> Any:
+    """Convert to Arrow in a folder that is removed at once; the mapping keeps the files' blocks alive.
+
+    `load` gets a link to the input with a plain name, since `datasets` takes names for glob patterns.
+    """
+    from datasets import disable_progress_bars, enable_progress_bars
     from datasets.utils import are_progress_bars_disabled
 
     was_silent = are_progress_bars_disabled()
     disable_progress_bars()
+    scratch.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="dspark-parquet-") as folder:
-            # A link with a plain name: datasets takes file names for glob patterns.
-            link = Path(folder, "rows.parquet")
+        with tempfile.TemporaryDirectory(prefix="rows-", dir=scratch) as folder:
+            link = Path(folder, "rows" if path.is_dir() else "rows.parquet")
             link.symlink_to(path.resolve())
-            return Dataset.from_parquet(str(link), cache_dir=folder)
+            return load(str(link.with_suffix("")), folder)
     except Exception as error:
-        raise InputError(f"data.path: {path} cannot be read as Parquet: {error.__cause__ or error}") from error
+        raise InputError(f"data.path: {path} cannot be read: {error.__cause__ or error}") from error
     finally:
         if not was_silent:
             enable_progress_bars()
@@ -168,71 +304,3 @@ def _without_nulls(value: Any) -> Any:
 
 def _bad_byte(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-
-
-def default_shuffle(path: Path) -> bool:
-    """Say whether the rows of `path` are shuffled when `data.shuffle` is null: Parquet is, JSON is not."""
-    return path.suffix.lower() == ".parquet"
-
-
-def row_order(num_rows: int, *, split: str | None, shuffle: bool, seed: int) -> Sequence[int]:
-    """Return the indices of the rows to use, in order.
-
-    A slice in plain digits (`train[2:9]`) is taken after the shuffle and clamped to the rows there are; any other
-    split (`train[:95%]`, `train[-3:]`, `train[:2]+train[5:]`) selects before it, by the rules of `datasets`.
-
-    Raises:
-        SettingsError: `data.split` is malformed or names a split that a file does not have; negative seed.
-        InputError: No row is left.
-    """
-    if seed < 0:
-        raise SettingsError(f"data.shuffle_seed: expected an integer >= 0, found {seed}")
-    after = _DIGIT_SLICE.fullmatch(split) if split is not None else None
-    rows: Sequence[int]
-    if after is not None:
-        _check_split_name(after[1], split)
-        rows = range(num_rows)
-    else:
-        rows = _select(num_rows, split)
-    if shuffle:
-        rows = _shuffled(rows, seed)
-    if after is not None:
-        rows = rows[slice(*(int(bound) if bound else None for bound in after.groups()[1:]))]
-    if not rows:
-        raise InputError(
-            f"data.split {split!r} selects 0 of {num_rows} rows" if num_rows else "data.path holds no rows"
-        )
-    return rows
-
-
-def _check_split_name(name: str, split: str | None) -> None:
-    if name != LOCAL_SPLIT:
-        raise SettingsError(
-            f"data.split: {split!r} names the split {name!r}; the only split of a local file is {LOCAL_SPLIT!r}"
-        )
-
-
-def _shuffled(rows: Sequence[int], seed: int) -> list[int]:
-    import numpy as np
-
-    order: list[int] = np.random.default_rng(seed).permutation(len(rows)).tolist()
-    return [rows[position] for position in order]
-
-
-def _select(num_rows: int, split: str | None) -> Sequence[int]:
-    """Return the rows of a split that is no slice in plain digits."""
-    if split is None or split == LOCAL_SPLIT:
-        return range(num_rows)
-    from datasets import ReadInstruction
-
-    for name in re.findall(r"(?:^|\+)\s*(\w[\w.]*)", split):
-        _check_split_name(name, split)
-    try:
-        parts = ReadInstruction.from_spec(split).to_absolute({LOCAL_SPLIT: num_rows})
-    except (ValueError, AssertionError) as error:
-        raise SettingsError(
-            f"data.split: {split!r} is no split; write {LOCAL_SPLIT}, {LOCAL_SPLIT}[2:9], "
-            f"{LOCAL_SPLIT}[:95%] or a sum of such parts"
-        ) from error
-    ranges = [range(part.from_, part.to) for part in parts]
-    return ranges[0] if len(ranges) == 1 else [row for part in ranges for row in part]

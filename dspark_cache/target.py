@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.errors import InputError, SettingsError
+from dspark_cache.inputs import fetch_snapshot
 from dspark_cache.schema import DTYPE_MAP, SAFETENSORS_NAMES
 from dspark_cache.shard_file import ShardFile
 
@@ -101,17 +102,10 @@ def target_folder(target: Input, root: Path, *, trust_remote_code: bool, weights
     """
     if target.kind != "hub":
         return root / target.text
-    from pathlib import Path
-
-    from huggingface_hub import snapshot_download
-
     patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
     patterns += ["*.py"] if trust_remote_code else []
     patterns += ["*.safetensors"] if weights else []
-    try:
-        return Path(snapshot_download(target.text, revision=target.revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise InputError(f"target.model: cannot fetch {target.text} at {target.revision}: {error}") from error
+    return fetch_snapshot(target, key="target.model", repo_type="model", patterns=patterns)
 
 
 def read_target_facts(folder: Path, *, trust_remote_code: bool) -> TargetFacts:

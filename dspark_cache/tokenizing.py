@@ -26,10 +26,10 @@ from dspark_cache.chat_templates import (
     refuses_system_role,
     template_error,
 )
-from dspark_cache.conversations import Conversation, parse_row
+from dspark_cache.conversations import is_token_row, parse_row, parse_token_row
 from dspark_cache.errors import InputError, RowError, SettingsError
 from dspark_cache.inputs import missing_file
-from dspark_cache.loss_masks import cut_to_window, masked_render
+from dspark_cache.loss_masks import MASK_OPTIONS_NOT_APPLIED, MaskedRender, cut_to_window, masked_render
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -52,11 +52,13 @@ class TokenizeOptions:
         seq_length: Tokens a sample is cut to, on the tokenizer's truncation side.
         mask_reasoning_content: Do not supervise reasoning.
         mask_generation_prompt: Do not supervise what a generation prompt already gives.
+        vocab_size: Rows of the target's embedding; larger ids are refused. None: not checked.
     """
 
     seq_length: int
     mask_reasoning_content: bool
     mask_generation_prompt: bool
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         """Check the length."""
@@ -90,20 +92,26 @@ class TokenizerSource:
 
 
 class ConversationTokenizer:
-    """Makes the sample of one conversation."""
+    """Makes the sample of one row."""
 
     def __init__(self, tokenizer: ChatTokenizer, chat_template: str, options: TokenizeOptions) -> None:
         """Render with `chat_template`, whatever the tokenizer's own is."""
         self._renderer = ChatRenderer(tokenizer, chat_template)
         self._options = options
 
-    def __call__(self, conversation: Conversation) -> TokenizedSample:
-        """Return the conversation's sample.
+    def __call__(self, row: object) -> TokenizedSample:
+        """Return the sample of a row of messages, or of one that is tokenised already.
 
         Raises:
-            RowError: The template refuses it or renders nothing; or there is no answer to supervise.
+            RowError: The row is neither; it has ids that the target does not know; the template refuses it or
+                renders nothing; or there is no answer to supervise.
         """
         options, renderer = self._options, self._renderer
+        if is_token_row(row):
+            ids, mask = parse_token_row(row)
+            notes = {MASK_OPTIONS_NOT_APPLIED} if self._asks_for_masks else set()
+            return self._sample(MaskedRender(ids=ids, mask=mask, notes=notes), marked=False)
+        conversation = parse_row(row)
         masks: dict[str, Any] = {
             "window": options.seq_length,
             "without_reasoning": options.mask_reasoning_content,
@@ -117,7 +125,18 @@ class ConversationTokenizer:
             whole = masked_render(renderer, merge_system_message(conversation), **masks)
         if not whole.ids:
             raise RowError("empty_render", "expected at least one token, but the chat template renders nothing")
-        kept = cut_to_window(whole, options.seq_length, left=renderer.truncates_left, marked=renderer.has_markers)
+        return self._sample(whole, marked=renderer.has_markers)
+
+    @property
+    def _asks_for_masks(self) -> bool:
+        return self._options.mask_reasoning_content or self._options.mask_generation_prompt
+
+    def _sample(self, whole: MaskedRender, *, marked: bool) -> TokenizedSample:
+        """Cut a whole sample and check its ids."""
+        vocab_size = self._options.vocab_size
+        if vocab_size is not None and max(whole.ids) >= vocab_size:
+            raise RowError("bad_tokens", f"token id {max(whole.ids)}: the target has {vocab_size} embeddings only")
+        kept = cut_to_window(whole, self._options.seq_length, left=self._renderer.truncates_left, marked=marked)
         return TokenizedSample(
             input_ids=kept.ids,
             loss_mask=kept.mask,
@@ -191,7 +210,7 @@ def _tokenize(tokenizer: ConversationTokenizer, row: object) -> TokenizedSample 
     if isinstance(row, RowError):
         return row
     try:
-        return tokenizer(parse_row(row))
+        return tokenizer(row)
     except RowError as error:
         # Without its cause, which may not cross a process boundary.
         return RowError(error.reason, str(error))

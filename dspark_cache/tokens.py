@@ -17,12 +17,13 @@ import torch
 
 from dspark_cache.errors import CacheFormatError, InputError, RowError
 from dspark_cache.files import byte_view, put_file, put_json
+from dspark_cache.loss_masks import common_prefix
 from dspark_cache.schema import INPUT_IDS, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS, TensorSpec
 from dspark_cache.shard_file import ShardFile, ShardWriter
 from dspark_cache.strict_json import Fields, read_json_object
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from dspark_cache.tokenizing import TokenizedSample
@@ -53,6 +54,10 @@ class TokenCounts:
     unsupervised_samples: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    num_spans: int = 0
+    """Runs of supervised tokens that end before a cut."""
+    span_prefix: list[int] = field(default_factory=list)
+    """Ids that all of them begin with."""
 
     def add(self, sample: TokenizedSample) -> None:
         """Count one kept sample."""
@@ -63,6 +68,16 @@ class TokenCounts:
         self.truncated_samples += sample.truncated
         self.unsupervised_samples += supervised == 0
         self.notes.update(sample.notes)
+        for start, end in _spans(sample.loss_mask):
+            if end < len(sample.loss_mask) or not sample.truncated:
+                self._add_span(sample.input_ids[start:end])
+
+    def _add_span(self, ids: list[int]) -> None:
+        if self.num_spans:
+            self.span_prefix = self.span_prefix[: common_prefix(self.span_prefix, ids)]
+        else:
+            self.span_prefix = ids
+        self.num_spans += 1
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts under their names, reasons sorted."""
@@ -75,6 +90,12 @@ class TokenCounts:
             "dropped": dict(sorted(self.dropped.items())),
             "notes": dict(sorted(self.notes.items())),
         }
+
+
+def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield start (included) and end (excluded) of each run of ones."""
+    edges = [i for i, (bit, before) in enumerate(zip([*mask, 0], [0, *mask], strict=True)) if bit != before]
+    yield from zip(edges[::2], edges[1::2], strict=True)
 
 
 class TokensWriter:
@@ -193,8 +214,17 @@ def ensure_supervision(counts: TokenCounts, *, path: str) -> None:
         )
 
 
-def report_supervision(counts: TokenCounts) -> None:
-    """Log the counts, and warn of masks that look wrong."""
+def report_supervision(
+    counts: TokenCounts, *, has_markers: bool, masks_prompt: bool, decode: Callable[[list[int]], str]
+) -> None:
+    """Log the counts, and warn of masks that look wrong.
+
+    Args:
+        counts: What was tokenised.
+        has_markers: Whether the template marks the answers.
+        masks_prompt: Whether `data.mask_generation_prompt` is on.
+        decode: Token ids to text.
+    """
     percent = 100 * counts.supervised_tokens / counts.num_tokens
     logger.info(
         "%d samples, %d tokens, %.1f %% supervised; %d cut at data.seq_length; dropped %s",
@@ -204,6 +234,17 @@ def report_supervision(counts: TokenCounts) -> None:
         counts.truncated_samples,
         dict(counts.dropped) or "none",
     )
+    if not has_markers:
+        logger.warning("the chat template has no generation markers: whole assistant turns count, %.1f %%", percent)
+    if counts.num_spans > 1 and counts.span_prefix:
+        remedy = "" if masks_prompt else ": data.mask_generation_prompt: true leaves out what the template puts there"
+        logger.warning(
+            "all %d supervised spans begin with the same %d token(s) %r%s",
+            counts.num_spans,
+            len(counts.span_prefix),
+            decode(counts.span_prefix),
+            remedy,
+        )
     for note, count in sorted(counts.notes.items()):
         logger.warning("%s in %d of %d samples, %.1f %% supervised", note, count, counts.num_samples, percent)
     if counts.unsupervised_samples:

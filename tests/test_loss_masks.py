@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dspark_cache.chat_templates import resolve_chat_template
-from dspark_cache.conversations import parse_row
 from dspark_cache.errors import RowError
 from dspark_cache.loss_masks import MaskedRender, common_prefix, cut_to_window, difference
 from dspark_cache.tokenizing import (
@@ -48,7 +47,7 @@ def sample(
     if template.startswith("templates/"):
         template = resolve_chat_template(str(GOLDEN / template), tokenizer)
     options = TokenizeOptions(seq_length=seq_length, mask_reasoning_content=reasoning, mask_generation_prompt=prompt)
-    return ConversationTokenizer(tokenizer, template, options)(parse_row({"messages": list(messages)}))
+    return ConversationTokenizer(tokenizer, template, options)({"messages": list(messages)})
 
 
 def shown(found: TokenizedSample, model: str = "qwen3-tiny") -> str:

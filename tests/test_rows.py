@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from dspark_cache.conversations import parse_row
-from dspark_cache.errors import InputError, RowError, SettingsError
-from dspark_cache.rows import Rows, default_shuffle, open_rows, row_order
+from dspark_cache.errors import InputError, RowError
+from dspark_cache.rows import Rows, Source, open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 DATA = Path(__file__).parent / "data" / "golden" / "data"
 CHAT = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
@@ -39,6 +39,23 @@ def write(tmp_path: Path) -> Callable[[str, bytes | str], Path]:
         return path
 
     return make
+
+
+def open_rows(path: Path) -> Rows:
+    return opened(path).rows
+
+
+def opened(path: Path) -> Source:
+    return open_source(path, Path(os.environ["PYTEST_SCRATCH"]))
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A scratch folder in which nothing may stay."""
+    path = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setenv("PYTEST_SCRATCH", str(path))
+    yield path
+    assert list(path.iterdir()) == []
 
 
 def contents(rows: Rows) -> list[Any]:
@@ -143,11 +160,55 @@ def test_a_missing_folder_is_refused_with_the_nearest_name(tmp_path: Path, monke
     assert str(caught.value) == "data.path: no such file: org/name"
 
 
-def test_folders_and_packed_files_are_refused(write: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is a folder; expected one file"):
-        open_rows(tmp_path)
-    with pytest.raises(InputError, match=r"is packed \(\.gz\); unpack it first"):
-        open_rows(write("a.jsonl.gz", b""))
+def test_unknown_packings_and_folders_without_data_are_refused(write: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is packed \(\.zst\); unpack it first, or use gzip"):
+        open_rows(write("a.jsonl.zst", b""))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/README.md").write_text("no data")
+    with pytest.raises(InputError, match=r"empty holds no \.jsonl, \.json or \.parquet files"):
+        open_rows(tmp_path / "empty")
+
+
+def test_gzip_is_unpacked(write: Any) -> None:
+    path = write("a.jsonl.gz", gzip.compress(b'{"a": 1}\n\n{"a": 2}\n'))
+    rows = open_rows(path)
+    assert contents(rows) == [{"a": 1}, {"a": 2}]
+    assert rows.where(1) == f"{path}:3"
+    assert contents(open_rows(write("b.JSON.GZ", gzip.compress(b"[1, 2]")))) == [1, 2]
+    for content in (b"no gzip", gzip.compress(b'{"a": 1}\n' * 999)[:-20]):
+        with pytest.raises(InputError, match=r"broken\.jsonl\.gz cannot be unpacked: "):
+            open_rows(write("broken.jsonl.gz", content))
+
+
+def test_a_folder_gives_its_files_in_the_order_of_their_names(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write("b.jsonl", "1\n2\n")
+    write("a.json", "[3, 4]")
+    write("sub/c.jsonl.gz", gzip.compress(b"5\n"))
+    write("README.md", "6")
+    write("notes.txt", "7")
+    write(".hidden.jsonl", "8")
+    source = opened(tmp_path)
+    assert contents(source.rows) == [3, 4, 1, 2, 5]
+    assert [source.rows.where(i) for i in (1, 3, 4)] == [
+        f"{tmp_path}/a.json[1]",
+        f"{tmp_path}/b.jsonl:2",
+        f"{tmp_path}/sub/c.jsonl.gz:1",
+    ]
+    assert source.splits == {"train": range(5)}
+    assert not source.is_shuffled
+
+
+def test_a_folder_of_parquet_files_has_the_splits_that_datasets_finds() -> None:
+    source = opened(DATA / "parquet_two_splits")
+    files = {name: pq.read_table(DATA / f"parquet_two_splits/{name}-00000.parquet") for name in source.splits}
+    assert {name: len(rows) for name, rows in source.splits.items()} == {n: f.num_rows for n, f in files.items()}
+    assert source.is_shuffled
+    start = source.splits["validation"].start
+    assert source.rows.where(start) == f"{DATA / 'parquet_two_splits'}[validation][0]"
+    assert parse_row(source.rows.read(start)) == parse_row(files["validation"].to_pylist()[0])
+    both = opened(DATA / "parquet_train")
+    assert len(both.rows) == sum(pq.read_table(p).num_rows for p in (DATA / "parquet_train").iterdir())
 
 
 def test_parquet_gives_the_rows_of_the_same_json_lines(capfd: pytest.CaptureFixture[str]) -> None:
@@ -178,92 +239,10 @@ def test_parquet_with_tool_calls_in_one_row_only_reads_as_its_json(tmp_path: Pat
 
 
 def test_a_broken_parquet_file_is_refused(write: Any) -> None:
-    with pytest.raises(InputError, match=r"data\.path: .*broken\.parquet cannot be read as Parquet: "):
+    with pytest.raises(InputError, match=r"data\.path: .*broken\.parquet cannot be read: "):
         open_rows(write("broken.parquet", b"PAR1 no"))
 
 
-# --- order ------------------------------------------------------------------------------------------------------
-
-SHUFFLED = [5, 6, 0, 7, 3, 2, 4, 9, 1, 8]
-
-
-def test_without_split_and_shuffle_the_order_is_the_file_s() -> None:
-    assert row_order(7, split=None, shuffle=False, seed=42) == range(7)
-
-
-@pytest.mark.parametrize(
-    ("split", "shuffle", "expected"),
-    [
-        (None, True, SHUFFLED),
-        ("train", True, SHUFFLED),
-        ("train", False, list(range(10))),
-        # Plain digits: after the shuffle, clamped.
-        ("train[2:9]", True, SHUFFLED[2:9]),
-        ("train[2:9]", False, [2, 3, 4, 5, 6, 7, 8]),
-        ("train[:3]", True, SHUFFLED[:3]),
-        ("train[7:]", True, SHUFFLED[7:]),
-        ("train[:]", True, SHUFFLED),
-        ("train[8:100]", True, SHUFFLED[8:]),
-        # Anything else: before it.
-        ("train[:50%]", False, [0, 1, 2, 3, 4]),
-        ("train[:50%]", True, [4, 2, 3, 1, 0]),
-        ("train[-3:]", False, [7, 8, 9]),
-        ("train[:-8]", False, [0, 1]),
-        ("train[:1%](closest)", None, None),
-        ("train+train", False, [*range(10), *range(10)]),
-        ("train[8:]+train[:2]", False, [8, 9, 0, 1]),
-    ],
-)
-def test_split_and_shuffle(split: str | None, shuffle: bool | None, expected: list[int] | None) -> None:
-    if expected is None:
-        with pytest.raises(InputError, match=r"selects 0 of 10 rows"):
-            row_order(10, split=split, shuffle=False, seed=42)
-    else:
-        assert list(row_order(10, split=split, shuffle=bool(shuffle), seed=42)) == expected
-
-
-@pytest.mark.parametrize("split", ["train[2:8:2]", "train[2]", " [2:5]", "[2:5]", "", "train[a:b]", "train+", "tr ain"])
-def test_malformed_splits_are_refused(split: str) -> None:
-    with pytest.raises(SettingsError, match=r"data\.split: "):
-        row_order(10, split=split, shuffle=False, seed=42)
-
-
-@pytest.mark.parametrize(
-    ("split", "name"), [("bogus", "bogus"), ("test[:5]", "test"), ("train+test", "test"), ("valid[:5%]", "valid")]
-)
-def test_unknown_splits_are_refused_by_name(split: str, name: str) -> None:
-    message = f"data.split: {split!r} names the split {name!r}; the only split of a local file is 'train'"
-    with pytest.raises(SettingsError) as caught:
-        row_order(10, split=split, shuffle=False, seed=42)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("split", ["train[5:2]", "train[100:]", "train[0:0]", "train[:0%]"])
-def test_an_empty_selection_is_refused_with_counts(split: str) -> None:
-    with pytest.raises(InputError) as caught:
-        row_order(10, split=split, shuffle=True, seed=42)
-    assert str(caught.value) == f"data.split {split!r} selects 0 of 10 rows"
-
-
-def test_an_input_without_rows_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^data\.path holds no rows$"):
-        row_order(0, split=None, shuffle=True, seed=42)
-
-
-def test_a_negative_seed_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"data\.shuffle_seed: expected an integer >= 0, found -1"):
-        row_order(10, split=None, shuffle=True, seed=-1)
-
-
-def test_only_parquet_is_shuffled_by_default() -> None:
-    assert default_shuffle(Path("a/b.PARQUET"))
-    assert not any(default_shuffle(Path(name)) for name in ("b.jsonl", "b.json", "b"))
-
-
-def test_plain_splits_of_json_load_neither_datasets_nor_transformers() -> None:
-    code = (
-        "import sys, dspark_cache.rows as r; r.row_order(3, split='train[1:]', shuffle=False, seed=0); "
-        "print([m for m in ('datasets', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_only_parquet_is_shuffled_by_default(write: Any) -> None:
+    assert opened(DATA / "plain.parquet").is_shuffled
+    assert not any(opened(write(name, "1")).is_shuffled for name in ("b.jsonl", "b.json", "b"))

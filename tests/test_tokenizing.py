@@ -17,7 +17,7 @@ import pytest
 from dspark_cache.chat_templates import resolve_chat_template
 from dspark_cache.conversations import parse_row
 from dspark_cache.errors import InputError, RowError, SettingsError
-from dspark_cache.rows import Rows, open_rows
+from dspark_cache.rows import Rows, open_source
 from dspark_cache.tokenizing import (
     ConversationTokenizer,
     TokenizedSample,
@@ -64,7 +64,7 @@ def golden_tokenizer(model: str) -> Any:
 
 @cache
 def golden_rows(data: str) -> Rows:
-    return open_rows(GOLDEN / data)
+    return open_source(GOLDEN / data, GOLDEN).rows
 
 
 def template_of(model: str, template: str | None) -> str:
@@ -76,12 +76,12 @@ def tokenize_golden(row: dict[str, Any]) -> TokenizedSample:
     tokenizer = ConversationTokenizer(
         golden_tokenizer(row["model"]), template_of(row["model"], row["chat_template"]), wanted
     )
-    return tokenizer(parse_row(golden_rows(row["data"]).read(row["row"])))
+    return tokenizer(golden_rows(row["data"]).read(row["row"]))
 
 
 def outcome(tokenizer: ConversationTokenizer, row: object) -> TokenizedSample | RowError:
     try:
-        return tokenizer(parse_row(row))
+        return tokenizer(row)
     except RowError as error:
         return error
 
@@ -152,7 +152,7 @@ def test_system_text_is_merged_where_the_template_knows_no_system_role() -> None
     model = "models/gemma3-text-tiny"
     tokenizer = ConversationTokenizer(golden_tokenizer(model), template_of(model, None), options())
     row = {"messages": [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "u"), ("assistant", "a"))]}
-    text = golden_tokenizer(model).decode(tokenizer(parse_row(row)).input_ids)
+    text = golden_tokenizer(model).decode(tokenizer(row).input_ids)
     assert text == "<bos><start_of_turn>user\ns\nu<end_of_turn>\n<start_of_turn>model\na<end_of_turn>\n"
 
 
@@ -188,7 +188,7 @@ def test_long_samples_are_cut_without_a_warning(caplog: pytest.LogCaptureFixture
         make = ConversationTokenizer(
             tokenizer, template_of("models/qwen3-tiny", f"templates/{template}.jinja"), options(7)
         )
-        found = make(parse_row(long))
+        found = make(long)
         assert found.truncated
         assert len(found.input_ids) == 7
         assert found.loss_mask == [0] * 7
@@ -213,7 +213,7 @@ def mixed_rows(tmp_path: Path) -> Rows:
     good = (GOLDEN / "data" / "conversations.jsonl").read_text(encoding="utf-8")
     bad = (GOLDEN / "data" / "rejects.jsonl").read_text(encoding="utf-8")
     path.write_text((good + "{broken\n" + bad) * 4, encoding="utf-8")
-    return open_rows(path)
+    return open_source(path, path.parent).rows
 
 
 def test_workers_give_what_one_process_gives(mixed_rows: Rows) -> None:
@@ -281,7 +281,7 @@ import itertools, pathlib, sys
 import dspark_cache.rows, dspark_cache.tokenizing as tokenizing
 source = tokenizing.TokenizerSource(path=sys.argv[1], trust_remote_code=False)
 options = tokenizing.TokenizeOptions(seq_length=9, mask_reasoning_content=False, mask_generation_prompt=False)
-rows = dspark_cache.rows.open_rows(pathlib.Path(sys.argv[2]))
+rows = dspark_cache.rows.open_source(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[1])).rows
 for count, _ in enumerate(tokenizing.tokenize_rows(
     rows, itertools.repeat(0), source, "{% for m in messages %}x{{ m.content }}{% endfor %}", options, 2, serial_below=1
 )):
@@ -307,3 +307,52 @@ def test_workers_end_with_their_parent(how: signal.Signals) -> None:
         # The workers hold the other end of this pipe too: it ends when the last of them has ended.
         parent.communicate(timeout=60)
     assert parent.returncode == -how
+
+
+# --- rows that are tokenised already -----------------------------------------------------------------------------
+
+
+def token_row(tokenizer_options: dict[str, Any] | None = None, **row: Any) -> TokenizedSample:
+    settings = {"seq_length": 8, "mask_reasoning_content": False, "mask_generation_prompt": False}
+    make = ConversationTokenizer(
+        golden_tokenizer("models/qwen3-tiny"), "{{ messages }}", TokenizeOptions(**settings | (tokenizer_options or {}))
+    )
+    return make(row)
+
+
+def test_token_rows_are_taken_as_they_are_and_cut() -> None:
+    sample = token_row(input_ids=[5, 6, 7], loss_mask=[0, 1, True])
+    assert (sample.input_ids, sample.loss_mask, sample.truncated, sample.notes) == ([5, 6, 7], [0, 1, 1], False, ())
+    long = token_row(input_ids=list(range(20)), loss_mask=[1] * 20)
+    assert (long.input_ids, long.loss_mask, long.truncated) == (list(range(8)), [1] * 8, True)
+
+
+@pytest.mark.parametrize("option", ["mask_reasoning_content", "mask_generation_prompt"])
+def test_mask_options_that_token_rows_cannot_follow_are_noted(option: str) -> None:
+    sample = token_row({option: True}, input_ids=[1], loss_mask=[1])
+    assert sample.notes == ("mask_options_not_applied_to_token_rows",)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": []}, "input_ids: expected a list of token ids, found []"),
+        ({"input_ids": "1 2"}, "input_ids: expected a list of token ids, found '1 2'"),
+        ({"input_ids": [1, -2], "loss_mask": [0, 1]}, "input_ids: expected a list of token ids, found [1, -2]"),
+        ({"input_ids": [1, True], "loss_mask": [0, 1]}, "input_ids: expected a list of token ids, found [1, True]"),
+        ({"input_ids": [1]}, "loss_mask: expected a list of 0 and 1 beside input_ids, found nothing"),
+        ({"input_ids": [1], "loss_mask": [2]}, "loss_mask: expected a list of 0 and 1 beside input_ids, found [2]"),
+        ({"input_ids": [1], "loss_mask": [0.5]}, "loss_mask: expected a list of 0 and 1 beside input_ids, found [0.5]"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids and loss_mask: expected one length, found 2 and 1"),
+    ],
+)
+def test_malformed_token_rows_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError) as caught:
+        token_row(**row)
+    assert (caught.value.reason, str(caught.value)) == ("bad_tokens", message)
+
+
+def test_ids_that_the_target_does_not_know_are_refused() -> None:
+    assert token_row({"vocab_size": 8}, input_ids=[7], loss_mask=[1]).input_ids == [7]
+    with pytest.raises(RowError, match=r"token id 8: the target has 8 embeddings only"):
+        token_row({"vocab_size": 8}, input_ids=[1, 8], loss_mask=[1, 1])
