@@ -142,6 +142,18 @@ class PlannedBlock:
     name: str
     samples: tuple[str, ...]
 
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> PlannedBlock:
+        """Check untrusted values.
+
+        Raises:
+            TypeError, KeyError: They are no plan of a block.
+        """
+        name, samples = values["name"], values["samples"]
+        if not isinstance(name, str) or not _BLOCK_RE.fullmatch(name) or not _are_keys(samples):
+            raise TypeError(f"expected block-NNNNNN and sample keys, found {values!r:.80}")
+        return cls(name=name, samples=tuple(samples))
+
 
 class BlockStore:
     """The scratch folder of one capture identity."""
@@ -212,7 +224,7 @@ class BlockStore:
         """Return the plan of earlier runs; none if there is no usable one (its finished blocks still count)."""
         try:
             plan = read_json_object(self.folder / PLAN_NAME)
-            return [PlannedBlock(name=item["name"], samples=tuple(item["samples"])) for item in plan["blocks"]]
+            return [PlannedBlock.parse(item) for item in plan["blocks"]]
         except (FileNotFoundError, CacheFormatError, KeyError, TypeError):
             return []
 

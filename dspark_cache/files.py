@@ -32,7 +32,7 @@ _HASH_BYTES = 1 << 22
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without copying them; writable, valid while it lives."""
+    """Return the bytes of a contiguous CPU tensor without copying them; writable. The view keeps the tensor alive."""
     import ctypes
 
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
@@ -41,6 +41,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     if size == 0:
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]  # an array made from an address owns nothing
     return memoryview(array).cast("B")
 
 

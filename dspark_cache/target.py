@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from dspark_cache.errors import InputError, SettingsError
 from dspark_cache.inputs import fetch_snapshot
@@ -251,8 +252,9 @@ def _from_pretrained(folder: Path, settings: TargetSettings, dtype: torch.dtype)
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise InputError(f"target.model: {folder} cannot be loaded: {error}") from error
     model, info = loaded
     faults = {

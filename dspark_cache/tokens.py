@@ -293,6 +293,8 @@ class Tokens:
         lengths = self.offsets.diff()
         if self.offsets[0] != 0 or self.offsets[-1] != self.num_tokens or bool((lengths < 1).any()):
             raise CacheFormatError(f"{self._file.name}: sample_offsets do not cover the {self.num_tokens} tokens")
+        if bool((lengths > self.seq_length).any()):
+            raise CacheFormatError(f"{self._file.name}: a sample is longer than seq_length {self.seq_length}")
 
     def __len__(self) -> int:
         """Return the number of samples."""
