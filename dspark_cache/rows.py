@@ -283,9 +283,11 @@ def _load(path: Path, scratch: Path, load: Callable[[str, str], Any]) -> Any:
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix="rows-", dir=scratch) as folder:
-            link = Path(folder, "rows" if path.is_dir() else "rows.parquet")
+            # The link lies apart from the cache, whose folders take the name of what is loaded.
+            link = Path(folder, "links", "rows" if path.is_dir() else "rows.parquet")
+            link.parent.mkdir()
             link.symlink_to(path.resolve())
-            return load(str(link.with_suffix("")), folder)
+            return load(str(link.with_suffix("")), str(Path(folder, "cache")))
     except Exception as error:
         raise InputError(f"data.path: {path} cannot be read: {error.__cause__ or error}") from error
     finally:

@@ -419,7 +419,6 @@ def test_an_unusable_plan_is_none(store: BlockStore, content: str) -> None:
     assert store.read_plan() == []
 
 
-@pytest.mark.xfail(strict=True, reason="names and samples of a plan are not checked")
 @pytest.mark.parametrize("item", [{"name": "x", "samples": [key(1)]}, {"name": 5, "samples": [key(1)]}])
 def test_a_plan_with_odd_names_is_none(store: BlockStore, item: dict[str, Any]) -> None:
     (store.folder / "plan.json").write_text(json.dumps({"blocks": [item]}))

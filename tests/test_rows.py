@@ -207,6 +207,10 @@ def test_a_folder_of_parquet_files_has_the_splits_that_datasets_finds() -> None:
     start = source.splits["validation"].start
     assert source.rows.where(start) == f"{DATA / 'parquet_two_splits'}[validation][0]"
     assert parse_row(source.rows.read(start)) == parse_row(files["validation"].to_pylist()[0])
+    assert sorted(path.name for path in (DATA / "parquet_two_splits").iterdir()) == [
+        "train-00000.parquet",
+        "validation-00000.parquet",
+    ]
     both = opened(DATA / "parquet_train")
     assert len(both.rows) == sum(pq.read_table(p).num_rows for p in (DATA / "parquet_train").iterdir())
 
