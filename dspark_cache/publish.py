@@ -19,13 +19,12 @@ from dspark_cache.ledger import Ledger, Place, place_samples
 from dspark_cache.manifest import MAX_SHARDS, build_cache_manifest, write_manifest
 from dspark_cache.reader import sample_specs
 from dspark_cache.schema import (
-    CACHE_KEYS,
     DSPARK_FORMAT_VERSION,
     DTYPE_MAP,
     EMBED_KEY,
-    HIDDEN,
     INPUT_IDS,
     LM_HEAD_KEY,
+    LOSS_MASK,
     MANIFEST_NAME,
     PROVENANCE_NAME,
     STAGE_VERSIONS,
@@ -46,6 +45,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """What a cache is published from.
+
+    Attributes:
+        tokens: The samples.
+        ledger: What was captured.
+        store: The blocks.
+    """
+
+    tokens: Tokens
+    ledger: Ledger
+    store: BlockStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedSample:
     """One sample of the cache: its index in `tokens/` and where its states lie."""
 
@@ -56,17 +70,18 @@ class PlacedSample:
 class _Source:
     """Reads samples' rows from tokens and blocks; one block file is open at a time."""
 
-    def __init__(self, tokens: Tokens, store: BlockStore, dtype: torch.dtype) -> None:
-        self._tokens = tokens
-        self._store = store
+    def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
+        self._tokens = captured.tokens
+        self._store = captured.store
         self._dtype = dtype
+        self.pad_token_id = captured.tokens.pad_token_id
         self._open: tuple[str, ShardFile] | None = None
 
     def rows(self, key: str, sample: PlacedSample) -> torch.Tensor:
         """Return the rows [T, ...] of a sample's real tokens as a padded shard stores them."""
         if key == INPUT_IDS:
             return self._tokens.input_ids(sample.index).to(torch.int64)
-        if key not in (HIDDEN, CACHE_KEYS[-1]):
+        if key == LOSS_MASK:
             return self._tokens.loss_mask(sample.index).to(torch.int64)
         rows = self._block(sample.place.block).read_rows(key, sample.place.start, sample.place.stop)
         cast = rows.to(self._dtype)
@@ -107,20 +122,11 @@ def ensure_blocks(ledger: Ledger, store: BlockStore, *, check_digest: bool) -> N
         )
 
 
-def publish_cache(
-    tokens: Tokens,
-    ledger: Ledger,
-    store: BlockStore,
-    settings: Settings,
-    path: Path,
-    make_progress: Callable[[int], Progress],
-) -> None:
+def publish_cache(captured: Captured, settings: Settings, path: Path, make_progress: Callable[[int], Progress]) -> None:
     """Write the cache at `path`; it appears there complete or not at all.
 
     Args:
-        tokens: The samples.
-        ledger: What was captured.
-        store: The blocks.
+        captured: Tokens, ledger and blocks.
         settings: Section `cache` says what to write, `runtime` how to treat the blocks.
         path: Folder of the cache; an earlier one is replaced.
         make_progress: Given the number of bytes to write.
@@ -129,47 +135,52 @@ def publish_cache(
         CacheNotFoundError: Blocks are gone.
         CacheFormatError: A sample is in no block.
         CaptureError: A value does not fit into the cache's dtype.
+        SettingsError: More shards than names.
         LockedError: Another process is writing the same cache, or capturing the same states.
     """
+    ledger, store = captured.ledger, captured.store
     with store.lock():
         ensure_blocks(ledger, store, check_digest=settings.runtime.check_blocks == "digest")
-        _publish(tokens, ledger, store, settings.cache, path, make_progress)
+        _publish(captured, settings.cache, path, make_progress)
         # Only now: a run that is killed before has lost nothing.
         if not settings.runtime.keep_blocks:
             store.remove_blocks(ledger.blocks)
 
 
-def _publish(
-    tokens: Tokens,
-    ledger: Ledger,
-    store: BlockStore,
-    settings: CacheSettings,
-    path: Path,
-    make_progress: Callable[[int], Progress],
-) -> None:
-    lengths = [tokens.length(index) for index in range(len(tokens))]
-    placed = place_samples(ledger, tokens.keys(), lengths)
-    samples = [PlacedSample(index=index, place=place) for index, place in enumerate(placed) if place is not None]
+def _publish(captured: Captured, settings: CacheSettings, path: Path, make_progress: Callable[[int], Progress]) -> None:
+    tokens, ledger = captured.tokens, captured.ledger
+    samples = _placed_samples(tokens, ledger)
+    _check_shard_count(len(samples), settings.shard_size)
     manifest = build_manifest(tokens, ledger, settings, num_samples=len(samples))
     specs = sample_specs(manifest)
-    source = _Source(tokens, store, DTYPE_MAP[settings.dtype])
-    if num_shards(len(samples), settings.shard_size) > MAX_SHARDS:
-        raise SettingsError(
-            f"cache.shard_size: {len(samples)} samples in shards of {settings.shard_size} need more than the "
-            f"{MAX_SHARDS} shards that names of six digits allow: raise it"
-        )
+    source = _Source(captured, DTYPE_MAP[settings.dtype])
     total = len(samples) * sum(spec.num_bytes for spec in _stacked(specs, 1).values())
     with put_folder(path) as folder, make_progress(total) as progress:
         write_manifest(folder, {**manifest, "complete": False})
         files = {}
         for shard in range(num_shards(len(samples), settings.shard_size)):
             part = samples[shard * settings.shard_size : (shard + 1) * settings.shard_size]
-            files[shard_name(shard)] = _write_shard(folder / shard_name(shard), part, specs, source, tokens, progress)
-        files[TARGET_WEIGHTS_NAME] = _write_weights(folder / TARGET_WEIGHTS_NAME, ledger, store, settings)
+            files[shard_name(shard)] = _write_shard(folder / shard_name(shard), part, specs, source, progress)
+        files[TARGET_WEIGHTS_NAME] = _write_weights(folder / TARGET_WEIGHTS_NAME, captured, settings)
         final = dump_json({**manifest, "complete": True, "format_version": DSPARK_FORMAT_VERSION}).encode()
         files[MANIFEST_NAME] = {"bytes": len(final), "sha256": hashlib.sha256(final).hexdigest()}
         put_json(folder / PROVENANCE_NAME, provenance(tokens, ledger, files))
         write_manifest(folder, {**manifest, "complete": True})
+
+
+def _placed_samples(tokens: Tokens, ledger: Ledger) -> list[PlacedSample]:
+    """Find the states of every sample that was not dropped, in order."""
+    lengths = [tokens.length(index) for index in range(len(tokens))]
+    places = place_samples(ledger, tokens.keys(), lengths)
+    return [PlacedSample(index=index, place=place) for index, place in enumerate(places) if place is not None]
+
+
+def _check_shard_count(num_samples: int, shard_size: int) -> None:
+    if num_shards(num_samples, shard_size) > MAX_SHARDS:
+        raise SettingsError(
+            f"cache.shard_size: {num_samples} samples in shards of {shard_size} need more than the {MAX_SHARDS} "
+            "shards that names of six digits allow: raise it"
+        )
 
 
 def build_manifest(tokens: Tokens, ledger: Ledger, settings: CacheSettings, *, num_samples: int) -> dict[str, Any]:
@@ -198,41 +209,43 @@ def _stacked(specs: dict[str, TensorSpec], rows: int) -> dict[str, TensorSpec]:
 
 
 def _write_shard(
-    path: Path,
-    samples: Sequence[PlacedSample],
-    specs: dict[str, TensorSpec],
-    source: _Source,
-    tokens: Tokens,
-    progress: Progress,
+    path: Path, samples: Sequence[PlacedSample], specs: dict[str, TensorSpec], source: _Source, progress: Progress
 ) -> dict[str, Any]:
     """Write one padded shard and return its entry in provenance.json."""
-    stacked = _stacked(specs, len(samples))
-    with put_file(path) as temporary, ShardWriter(temporary, stacked) as writer:
+    tokens = supervised = 0
+    with put_file(path) as temporary, ShardWriter(temporary, _stacked(specs, len(samples))) as writer:
         for key, spec in specs.items():
             for sample in samples:
                 rows = source.rows(key, sample)
-                padding = spec.num_bytes - rows.numel() * rows.element_size()
                 writer.append_bytes(key, rows)
-                if key == INPUT_IDS and tokens.pad_token_id:
-                    count = spec.shape[0] - len(rows)
-                    writer.append_bytes(key, torch.full((count,), tokens.pad_token_id, dtype=torch.int64))
-                else:
-                    writer.append_zeros(key, padding)
+                _pad(writer, key, spec, len(rows), source.pad_token_id)
                 progress.advance(spec.num_bytes)
+                if key == LOSS_MASK:
+                    tokens += len(rows)
+                    supervised += int(rows.sum())
         digest = writer.finish()
-    masks = [tokens.loss_mask(sample.index) for sample in samples]
     return {
         "bytes": path.stat().st_size,
         "sha256": digest,
         "samples": len(samples),
-        "tokens": sum(len(mask) for mask in masks),
-        "supervised_tokens": sum(int(mask.sum()) for mask in masks),
+        "tokens": tokens,
+        "supervised_tokens": supervised,
     }
 
 
-def _write_weights(path: Path, ledger: Ledger, store: BlockStore, settings: CacheSettings) -> dict[str, Any]:
+def _pad(writer: ShardWriter, key: str, spec: TensorSpec, length: int, pad_token_id: int) -> None:
+    """Fill a sample's positions after its `length` tokens: ids with the pad token, all else with zeros."""
+    missing = spec.shape[0] - length
+    if key == INPUT_IDS and pad_token_id:
+        writer.append_bytes(key, torch.full((missing,), pad_token_id, dtype=spec.dtype))
+    else:
+        writer.append_zeros(key, missing * spec.row_bytes)
+
+
+def _write_weights(path: Path, captured: Captured, settings: CacheSettings) -> dict[str, Any]:
     """Write embedding and lm_head in the cache's dtype; tied ones are under both names, as format 1 asks for."""
-    file = ShardFile(store.folder / WEIGHTS_NAME)
+    ledger = captured.ledger
+    file = ShardFile(captured.store.folder / WEIGHTS_NAME)
     spec = TensorSpec(dtype=DTYPE_MAP[ledger.compute_dtype], shape=(ledger.vocab_size, ledger.hidden_size))
     file.expect({EMBED_KEY: spec}, exactly=False)
     embed = file.read_rows(EMBED_KEY, 0, spec.shape[0])

@@ -7,7 +7,7 @@ import sys
 from dspark_cache.blocks import BlockStore
 from dspark_cache.ledger import read_ledger
 from dspark_cache.progress import Progress
-from dspark_cache.publish import publish_cache
+from dspark_cache.publish import Captured, publish_cache
 from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, open_stage, run_stage
 from dspark_cache.tokens import Tokens
 
@@ -16,14 +16,12 @@ def main() -> None:
     """Write the shards and put `cache/` in place."""
     stage = open_stage("shards")
     ledger = read_ledger(stage.root / LEDGER_PATH)
-    publish_cache(
-        Tokens(stage.root / TOKENS_PATH),
-        ledger,
-        BlockStore(stage.scratch, ledger.identity),
-        stage.settings,
-        stage.root / CACHE_PATH,
-        lambda num_bytes: Progress("shards", num_bytes, "B"),
+    captured = Captured(
+        tokens=Tokens(stage.root / TOKENS_PATH),
+        ledger=ledger,
+        store=BlockStore(stage.scratch, ledger.identity),
     )
+    publish_cache(captured, stage.settings, stage.root / CACHE_PATH, lambda size: Progress("shards", size, "B"))
 
 
 if __name__ == "__main__":
