@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -155,6 +155,7 @@ def test_a_resume_makes_the_blocks_that_an_undisturbed_run_makes() -> None:
         assert plan(lengths, finished, whole) == (whole, due[done:])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_wanted_sample_is_in_exactly_one_block(data: st.DataObject) -> None:
     numbers = st.integers(0, 12)
@@ -267,6 +268,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*block().as_json(), "x"]), JSON))
 def test_nothing_but_a_format_error_comes_out_of_the_parser(changes: dict[str, Any]) -> None:
     for values in (changes, {**block().as_json(), **changes}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from dspark_cache.files import (
     break_lock,
     byte_view,
     dump_json,
+    file_digest,
     put_bytes,
     put_file,
     put_folder,
@@ -56,6 +58,26 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@contextmanager
+def disk_calls() -> Iterator[list[str]]:
+    """Note flushes and renames in their order, by the interpreter's own profile hook."""
+    calls: list[str] = []
+
+    def note(_frame: object, event: str, function: object) -> None:
+        if event == "c_call" and function in (os.fsync, os.rename, os.replace):
+            calls.append("flush" if function is os.fsync else "rename")
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -76,6 +98,30 @@ def test_a_file_appears_only_when_the_block_is_left(tmp_path: Path) -> None:
         assert not path.exists()
     assert path.read_bytes() == b"new"
     assert names(tmp_path) == ["a"]
+
+
+def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_afterwards(tmp_path: Path) -> None:
+    with disk_calls() as calls:
+        put_bytes(tmp_path / "a", b"new")
+    assert calls == ["flush", "rename", "flush"]
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    before = open_descriptors()
+    put_bytes(tmp_path / "a", b"new")
+    fill(tmp_path / "cache", "new")
+    with FileLock(tmp_path / "lock"), pytest.raises(LockedError), FileLock(tmp_path / "lock"):
+        pass
+    break_lock(tmp_path / "lock")
+    file_digest(tmp_path / "a")
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("size", [0, 1, 10_000_000])
+def test_a_digest_is_that_of_the_whole_file(tmp_path: Path, size: int) -> None:
+    content = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    (tmp_path / "a").write_bytes(content)
+    assert file_digest(tmp_path / "a") == hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -233,6 +279,13 @@ def test_a_folder_replaces_an_earlier_one_whole(tmp_path: Path) -> None:
     fill(path, "new")
     assert read(path) == {"file": "new"}
     assert names(tmp_path) == [".cache.building.lock", "cache"]
+
+
+def test_a_folder_is_flushed_before_it_is_renamed_and_its_parent_afterwards(tmp_path: Path) -> None:
+    fill(tmp_path / "cache", "old")
+    with disk_calls() as calls:
+        fill(tmp_path / "cache", "new")
+    assert calls == ["flush", "rename", "rename", "flush"]
 
 
 def test_a_failing_block_keeps_the_old_folder(tmp_path: Path) -> None:
@@ -412,8 +465,8 @@ def test_breaking_a_lock_frees_it(tmp_path: Path) -> None:
     path.write_text(json.dumps(FOREIGN))
     assert break_lock(path)
     assert not break_lock(path)
-    with FileLock(path):
-        pass
+    with FileLock(path), pytest.raises(LockedError, match=f"is being written by process {os.getpid()} on host "):
+        break_lock(path)
 
 
 def test_there_is_no_lock_to_break(tmp_path: Path) -> None:
@@ -421,7 +474,7 @@ def test_there_is_no_lock_to_break(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("junk", [b"[]", b"{", b"\xff", b"null", b"{}", b'{"pid": 3}'])
+@pytest.mark.parametrize("junk", [b"[]", b"{", b"\xff", b"null", b"{}", b'{"pid": 3}', b"longer than a holder" * 99])
 def test_junk_in_a_free_lock_file_names_no_holder(tmp_path: Path, junk: bytes) -> None:
     path = tmp_path / "lock"
     path.write_bytes(junk)

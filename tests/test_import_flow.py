@@ -28,6 +28,7 @@ FLOW = [
     "settings",
     "inputs",
     "rows",
+    "row_order",
     "conversations",
     "chat_templates",
     "loss_masks",

@@ -10,12 +10,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 
 from dspark_cache.errors import InputError
 from dspark_cache.inputs import (
     Fingerprints,
     Input,
+    data_path,
     ensure_pinned,
     input_files,
     is_inline_template,
@@ -115,9 +117,16 @@ def test_what_is_neither_path_nor_hub_id_is_a_missing_file(root: Path, model: st
     assert found.startswith(f"target.model: no such file: {root / model}")
 
 
-def test_data_is_never_a_hub_id(root: Path) -> None:
-    (found,) = faults(root, data={"path": "owner/name", "revision": COMMIT})
-    assert found == f"data.path: no such file: {root / 'owner/name'}"
+def test_data_may_be_a_hub_id_as_well(root: Path) -> None:
+    data, _ = locate(root, {"path": "owner/name", "revision": COMMIT})
+    assert data == Input(text="owner/name", kind="hub", revision=COMMIT)
+    assert faults(root, data={"path": "owner/name"})[0].startswith("data.path: owner/name is no local path, and as a ")
+
+
+@pytest.mark.parametrize("path", ["rows.jsonl", "owner/rows.parquet", "elsewhere/name", "inputs/name", "../name"])
+def test_a_mistyped_path_is_no_hub_id(root: Path, path: str) -> None:
+    (found,) = faults(root, data={"path": path, "revision": COMMIT})
+    assert found.startswith(f"data.path: no such file: {root / path}")
 
 
 def test_a_missing_file_is_named_with_the_nearest_name(root: Path) -> None:
@@ -151,6 +160,12 @@ def test_a_template_file_lies_under_inputs(root: Path) -> None:
     )
     (found,) = faults(root, target={"chat_template": "inputs/templates"})
     assert found.startswith(f"target.chat_template: no such file: {root / 'inputs/templates'}")
+
+
+@pytest.mark.xfail(strict=True, raises=OSError, reason="the file name is too long for the operating system")
+def test_a_long_text_without_jinja_is_a_missing_template_file(root: Path) -> None:
+    (found,) = faults(root, target={"chat_template": "x" * 300})
+    assert found.startswith("target.chat_template: no such file: ")
 
 
 def test_links_that_dvc_does_not_see_through_are_refused_by_name(root: Path, tmp_path: Path) -> None:
@@ -296,3 +311,27 @@ def test_a_pinned_input_that_changed_is_refused_with_the_value_to_write(tmp_path
 @pytest.mark.parametrize("kind", ["watched", "hub"])
 def test_other_kinds_are_not_hashed(tmp_path: Path, kind: Any) -> None:
     ensure_pinned(Input(text="x", kind=kind, revision=None), tmp_path / "none", Fingerprints(None), key="data.path")
+
+
+def test_a_hub_commit_identifies_content_as_it_is(tmp_path: Path) -> None:
+    path = folder(tmp_path / "data", a_json="1", b_json="2")
+    prints = Fingerprints(None)
+    hub = Input(text="owner/name", kind="hub", revision=COMMIT)
+    assert prints.of_input(hub, tmp_path / "none") == f"hub:owner/name@{COMMIT}"
+    watched = Input(text="data", kind="watched", revision=None)
+    assert prints.of_input(watched, path) == prints.of(path)
+    only = prints.of_input(watched, path, accept=lambda name: name == "a.json")
+    assert only == prints.of(path, accept=lambda name: name == "a.json")
+
+
+def test_a_hub_data_set_is_found_in_the_hub_s_cache_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    hub = Input(text="nobody/nothing", kind="hub", revision=COMMIT)
+    with pytest.raises(InputError, match=f"^data.path: cannot fetch nobody/nothing at {COMMIT}: "):
+        data_path(hub, tmp_path)
+    snapshot = tmp_path / "datasets--nobody--nothing" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    assert data_path(hub, tmp_path) == snapshot
+    local = Input(text="inputs/data", kind="watched", revision=None)
+    assert data_path(local, tmp_path) == tmp_path / "inputs/data"

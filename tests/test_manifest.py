@@ -176,11 +176,11 @@ COUNTS = [
     "target_last_hidden_dim",
     "target_vocab_size",
 ]
-WRONG: list[tuple[str, list[object]]] = [
-    *((key, ["7", 7.0, True, None, -1, 1 << 62, [7], {}]) for key in COUNTS),
-    *((key, [0]) for key in COUNTS if key not in ("num_samples", "shuffle_seed")),
-    *((key, ["false", 0, None, []]) for key in ("complete", "mask_generation_prompt", "mask_reasoning_content")),
-    *((key, [None, 3, ["x"]]) for key in ("target_model", "target_model_type", "train_data_path")),
+WRONG: list[tuple[str, Any]] = [
+    *[(key, ["7", 7.0, True, None, -1, 1 << 62, [7], {}]) for key in COUNTS],
+    *[(key, [0]) for key in COUNTS if key not in ("num_samples", "shuffle_seed")],
+    *[(key, ["false", 0, None, []]) for key in ("complete", "mask_generation_prompt", "mask_reasoning_content")],
+    *[(key, [None, 3, ["x"]]) for key in ("target_model", "target_model_type", "train_data_path")],
     ("train_split", [3, False, ["train"]]),
     ("dtype", ["fp64", "BF16", "", None, 16, ["bf16"]]),
     ("chat_template_sha256", ["", "0" * 63, "G" * 64, None, 0]),

@@ -139,7 +139,8 @@ def test_ranks_together_write_what_one_process_writes(num_samples: int, shard_si
         together: dict[int, list[int]] = {}
         for rank in range(world_size):
             recorder = Recorder()
-            calls, synced = [], []
+            calls: list[Any] = []
+            synced: list[int] = []
 
             def counted(batch: dict[str, torch.Tensor], calls: list[Any] = calls) -> dict[str, torch.Tensor]:
                 calls.append(batch)
@@ -331,7 +332,7 @@ def test_worker_settings_are_the_source_s() -> None:
         multiprocessing_context=multiprocessing.get_context("spawn"),
         pin_memory=True,
         timeout=7,
-        worker_init_fn=collate,
+        worker_init_fn=print,
         generator=torch.Generator(),
     )
     mirrored = [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_cache.errors import SettingsError
@@ -157,6 +158,7 @@ def test_an_integer_becomes_a_float_where_a_float_is_due() -> None:
     assert isinstance(found, float)
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("$ab{}\\ \n'?"), min_size=1).filter(lambda text: text.strip() and text != "???"))
 def test_templates_come_back_as_they_are_written(text: str) -> None:
     assert check_settings({"target": {"chat_template": text}}).target.chat_template == text
@@ -253,3 +255,19 @@ def test_all_faults_of_file_and_environment_come_together(tmp_path: Path) -> Non
         "  unknown key runtime.devic, did you mean 'device'?",
         "  runtime.num_workers: expected an integer of at least 0, found 'two'",
     ]
+
+
+@pytest.mark.xfail(strict=True, reason="comes out as ValueError, TypeError or OverflowError")
+@pytest.mark.parametrize(
+    ("text", "environment"),
+    [
+        ("data: {path: 2020-13-45}\n", {}),  # no date
+        ("{}\n", {"DSPARK_RUNTIME__DEVICE": "2020-13-45"}),
+        ("runtime: 5\n", {"DSPARK_RUNTIME__DEVICE": "cpu"}),  # nothing to set a key in
+        ("runtime: {host_memory_gb: 1" + "0" * 400 + "}\n", {}),  # no float is so large
+    ],
+)
+def test_odd_values_are_refused_like_any_other(tmp_path: Path, text: str, environment: dict[str, str]) -> None:
+    path = write(tmp_path / "params.yaml", text)
+    with pytest.raises(SettingsError, match=re.escape(str(path))):
+        load_settings(path, environment)

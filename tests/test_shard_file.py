@@ -253,11 +253,19 @@ def test_what_safetensors_writes_is_read(path: Path) -> None:
     assert all(torch.equal(file.read_rows(key, 0, 3), tensors[key]) for key in ("f", "i"))
 
 
+def opened() -> list[Path]:
+    return [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+
+
+def test_a_writer_closes_its_file(path: Path) -> None:
+    with ShardWriter(path, {}) as writer:
+        assert path in opened()
+        writer.finish()
+    assert path not in opened()
+
+
 def test_a_file_closes_with_its_last_user(path: Path) -> None:
     small_file(path)
-
-    def opened() -> list[Path]:
-        return [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
 
     file = ShardFile(path)
     assert path in opened()

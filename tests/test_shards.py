@@ -166,7 +166,9 @@ def test_shards_must_be_exactly_those_of_the_manifest(
     with pytest.raises(CacheFormatError) as caught:
         validate_contiguous_shards(tmp_path, "X", num_samples, shard_size)
     text = str(caught.value)
-    assert text.startswith(f"the X cache in {tmp_path} must have shard indices ")
+    assert text.startswith(
+        f"the X cache in {tmp_path} must have shard indices 0..{expected - 1} " if expected else "the X"
+    )
     assert f"for {num_samples} samples in shards of {shard_size}; it has {len(found)} shards; " in text
     assert text.endswith(f"missing shard indices {missing}, unexpected shard indices {surplus}")
 

@@ -1,0 +1,594 @@
+"""States of padded batches against plain forwards of each sample alone; blocks, interrupted runs, refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dspark_cache.blocks import Block, BlockStore
+from dspark_cache.capture import (
+    BlockCapturer,
+    Capturer,
+    States,
+    capture_blocks,
+    capture_environment,
+    check_state,
+    ensure_unmixed,
+    pick_device,
+)
+from dspark_cache.errors import CaptureError, SettingsError
+from dspark_cache.progress import Progress
+from dspark_cache.recompute import relative_l2
+from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
+from dspark_cache.settings import RuntimeSettings, TargetSettings
+from dspark_cache.target import Target, load_target
+from dspark_cache.tokens import sample_key
+from tests.repository import GOLDEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+MODELS = ("qwen3-tiny", "llama-tied-tiny", "gemma3-text-tiny", "gemma4-tiny")
+CPU = torch.device("cpu")
+LENGTHS = (5, 1, 40, 17, 2, 40)
+"""Sliding windows of the gemma models are 16 wide."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tiny models run faster on one thread than on as many as there are cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def load(model: str) -> Target:
+    return load_target(GOLDEN / "models" / model, TargetSettings(), "fp32", CPU)
+
+
+@cache
+def shared(model: str) -> Target:
+    """A target that no test changes."""
+    return load(model)
+
+
+def make_samples(lengths: Sequence[int] = LENGTHS, vocab: int = 600) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(20, vocab, (length,), generator=generator, dtype=torch.int32) for length in lengths]
+
+
+def hidden_size(target: Target) -> int:
+    return target.embed_weight.shape[1]
+
+
+def some_layers(target: Target) -> list[int]:
+    return [-1, 0, 2, len(target.layers) - 1]
+
+
+@torch.inference_mode()
+def plain_states(target: Target, sample: torch.Tensor, layer_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one sample alone and unpadded through the whole model; the last of hidden_states is post-norm."""
+    states = target.model(input_ids=sample.long()[None], output_hidden_states=True, use_cache=False).hidden_states
+    assert len(states) == len(target.layers) + 1
+    return torch.cat([states[layer + 1][0] for layer in layer_ids], dim=-1), states[-1][0]
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, size: int) -> None:
+    assert found.shape == expected.shape
+    for one, other in zip(found.split(size, dim=-1), expected.split(size, dim=-1), strict=True):
+        assert float(relative_l2(one, other).max()) <= 1e-5
+
+
+# One batch
+
+
+@pytest.mark.parametrize("order", [range(6), (5, 3, 1, 0, 2, 4), (1,), (2, 5)])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_padded_batch_gives_what_each_sample_alone_gives(model: str, order: Sequence[int]) -> None:
+    target = shared(model)
+    layer_ids, size = some_layers(target), hidden_size(target)
+    samples = [make_samples()[index] for index in order]
+    states = Capturer(target, layer_ids, size)(samples)
+    alone = [plain_states(target, sample, layer_ids) for sample in samples]
+    assert_close(states.hidden, torch.cat([hidden for hidden, _ in alone]), size)
+    assert_close(states.last, torch.cat([last for _, last in alone]), size)
+    assert states.finite.tolist() == [True] * sum(len(sample) for sample in samples)
+    assert torch.equal(states.hidden[:, -size:], states.last)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2, 2), (3, 1, 2)])
+def test_a_batch_as_wide_as_it_is_high(lengths: tuple[int, ...]) -> None:
+    target = shared("qwen3-tiny")
+    samples = make_samples(lengths)
+    states = Capturer(target, [1, 3], 64)(samples)
+    alone = [plain_states(target, sample, [1, 3]) for sample in samples]
+    assert_close(states.hidden, torch.cat([hidden for hidden, _ in alone]), 64)
+    assert_close(states.last, torch.cat([last for _, last in alone]), 64)
+
+
+@pytest.mark.parametrize("layer_ids", [[-1], [5], [1, 4]])
+def test_any_selection_of_layers(layer_ids: list[int]) -> None:
+    target = shared("qwen3-tiny")
+    (sample,) = make_samples([9])
+    states = Capturer(target, layer_ids, 64)([sample])
+    hidden, last = plain_states(target, sample, layer_ids)
+    assert_close(states.hidden, hidden, 64)
+    assert_close(states.last, last, 64)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_lm_head_never_runs(model: str) -> None:
+    target = shared(model)
+    calls: list[object] = []
+    hook = target.model.get_output_embeddings().register_forward_pre_hook(lambda *args: calls.append(args))
+    Capturer(target, [0, 2], hidden_size(target))(make_samples())
+    assert calls == []
+    plain_states(target, make_samples()[0], [0])
+    hook.remove()
+    assert len(calls) == 1
+
+
+def test_only_the_states_asked_for_are_kept_and_the_last_layer_s_is_the_final_norm_s() -> None:
+    """Not every family has the final norm's output as its last hidden state, so that one is not asked for."""
+    target = shared("qwen3-tiny")
+    asked: list[Any] = []
+    hook = target.base.register_forward_pre_hook(
+        lambda _module, _args, kwargs: asked.append(kwargs["output_hidden_states"]), with_kwargs=True
+    )
+    for layer_ids in ([-1, 0, 2, 5], [5]):
+        Capturer(target, layer_ids, 64)(make_samples([3]))
+    hook.remove()
+    assert asked == [[0, 1, 3], False]
+
+
+def test_states_are_detached_from_autograd() -> None:
+    states = Capturer(shared("qwen3-tiny"), [0], 64)(make_samples([3]))
+    assert states.hidden.is_inference()
+    assert not states.hidden.requires_grad
+
+
+# The shape of a state
+
+
+def test_a_state_of_the_expected_shape_is_taken_as_it_is() -> None:
+    state = torch.randn(2, 5, 4)
+    assert check_state(state, "layer 1", (2, 5, 4)) is state
+
+
+def test_parallel_streams_are_averaged_wherever_their_dimension_is() -> None:
+    streams = torch.randn(2, 5, 3, 4)
+    assert torch.equal(check_state(streams, "layer 1", (2, 5, 4)), streams.mean(dim=2))
+    streams = torch.randn(3, 2, 5, 4)
+    assert torch.equal(check_state(streams, "layer 1", (2, 5, 4)), streams.mean(dim=0))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4), (5, 2, 4), (2, 5, 8), (10, 4), (2, 5, 3, 8), (3, 7, 2, 4)])
+def test_a_state_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CaptureError) as error:
+        check_state(torch.zeros(shape), "layer 1", (2, 5, 4))
+    found = [2, 5, 8] if shape == (2, 5, 3, 8) else list(shape)
+    assert str(error.value) == f"layer 1: expected a state [2, 5, 4], the target gave {found}"
+
+
+def test_a_missing_state_is_refused() -> None:
+    with pytest.raises(CaptureError) as error:
+        check_state(None, "last hidden state", (2, 5, 4))
+    assert str(error.value) == "last hidden state: the target gave no such state"
+
+
+def test_a_target_of_another_width_is_refused() -> None:
+    with pytest.raises(CaptureError) as error:
+        Capturer(shared("qwen3-tiny"), [0], 32)(make_samples([3]))
+    assert str(error.value) == "last hidden state: expected a state [1, 3, 32], the target gave [1, 3, 64]"
+
+
+def test_fewer_rows_than_tokens_are_refused() -> None:
+    """As with prefix caching: the target gives states of the last tokens only."""
+    target = load("qwen3-tiny")
+
+    def shorten(_module: object, _args: object, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[:, 1:]
+        return output
+
+    target.base.register_forward_hook(shorten)
+    with pytest.raises(CaptureError) as error:
+        Capturer(target, [3], 64)(make_samples([5]))
+    assert str(error.value) == "last hidden state: expected a state [1, 5, 64], the target gave [1, 4, 64]"
+
+
+def test_another_number_of_states_than_layers_is_refused() -> None:
+    target = load("qwen3-tiny")
+
+    def forget_one(_module: object, _args: object, output: Any) -> Any:
+        output.hidden_states = output.hidden_states[:-1]
+        return output
+
+    target.base.register_forward_hook(forget_one)
+    with pytest.raises(CaptureError) as error:
+        Capturer(target, [3], 64)(make_samples([5]))
+    assert str(error.value) == (
+        "expected 7 hidden states, the embedding's and one a layer, the target gave 6: layer ids do not name them"
+    )
+
+
+def test_the_first_state_that_is_not_finite_is_named() -> None:
+    capturer = Capturer(shared("qwen3-tiny"), [-1, 2], 64)
+    states = States(hidden=torch.zeros(3, 128), last=torch.zeros(3, 64), finite=torch.ones(3))
+    assert capturer.bad_layer(states) == "last hidden state"
+    states.hidden[1, 64] = float("inf")
+    assert capturer.bad_layer(states) == "layer 2"
+    states.hidden[2, 63] = float("nan")
+    assert capturer.bad_layer(states) == "layer -1"
+
+
+# Devices
+
+
+def test_devices() -> None:
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert pick_device("cpu") == CPU
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "cpu:x"])
+def test_an_unknown_device_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"^runtime.device: '{name}' cannot be used on this machine: .+"):
+        pick_device(name)
+
+
+# Blocks
+
+IDENTITY = {"hidden_size": 64, "target_layer_ids": [0, 3], "compute_dtype": "fp32"}
+BYTES_PER_TOKEN = 64 * 3 * 4
+RUNTIME = RuntimeSettings(max_tokens_per_batch=64)
+
+
+class Run:
+    """One call of `capture_blocks` on a scratch folder, counting what it asks for."""
+
+    def __init__(self, scratch: Path, samples: Sequence[torch.Tensor]) -> None:
+        self.store = BlockStore(scratch, IDENTITY)
+        self.ids = {sample_key(sample): sample for sample in samples}
+        self.environment: Mapping[str, Any] = {"accelerator": "cpu"}
+        self.asked: list[str] = []
+
+    def __call__(
+        self,
+        target: Target | None = None,
+        *,
+        capturer: Capturer | None = None,
+        block_bytes: int = 50 * BYTES_PER_TOKEN,
+        runtime: RuntimeSettings = RUNTIME,
+        drop: bool = False,
+        read_ids: Callable[[str], torch.Tensor] | None = None,
+    ) -> dict[str, Block]:
+        names = {key: f"sample {index}" for index, key in enumerate(self.ids)}
+
+        def make_capturer() -> BlockCapturer:
+            self.asked.append("target")
+            chosen = capturer or Capturer(target or shared("qwen3-tiny"), IDENTITY["target_layer_ids"], 64)  # type: ignore[arg-type]
+            return BlockCapturer(
+                chosen,
+                self.store,
+                self.environment,
+                device=CPU,
+                max_tokens=runtime.max_tokens_per_batch,
+                drop_nonfinite=drop,
+                describe=names.__getitem__,
+            )
+
+        def ask_environment() -> Mapping[str, Any]:
+            self.asked.append("environment")
+            return self.environment
+
+        with self.store.lock():
+            self.store.prepare()
+            return capture_blocks(
+                self.store,
+                {key: len(ids) for key, ids in self.ids.items()},
+                read_ids or self.ids.__getitem__,
+                make_capturer,
+                ask_environment,
+                block_bytes=block_bytes,
+                runtime=runtime,
+                make_progress=lambda total, done: Progress("capture", total, "tok", done=done),
+            )
+
+    def digests(self) -> dict[str, str]:
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in self.store.folder.iterdir()}
+
+
+def test_blocks_hold_the_states_of_their_samples(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_samples())
+    blocks = run()
+    assert {name: block.lengths for name, block in blocks.items()} == {
+        "block-000000": (5, 1, 40),
+        "block-000001": (17, 2),
+        "block-000002": (40,),
+    }
+    assert [key for block in blocks.values() for key in block.samples] == list(run.ids)
+    for name, block in blocks.items():
+        path = run.store.path(name)
+        content = load_file(path)
+        assert content.keys() == {HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS}
+        assert content[SAMPLE_OFFSETS].diff().tolist() == list(block.lengths)
+        alone = [plain_states(shared("qwen3-tiny"), run.ids[key], [0, 3]) for key in block.samples]
+        assert_close(content[HIDDEN], torch.cat([hidden for hidden, _ in alone]), 64)
+        assert_close(content[LAST_HIDDEN], torch.cat([last for _, last in alone]), 64)
+        assert block.num_bytes == path.stat().st_size
+        assert block.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert block.environment == {"accelerator": "cpu", "used_tokens_per_batch": 64}
+        assert Block.parse(json.loads(path.with_suffix(".json").read_text()), name=name) == block
+
+
+def test_with_everything_present_nothing_is_loaded_or_asked(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_samples())
+    blocks, before = run(), run.digests()
+    assert run.asked == ["environment", "target"]
+    run.asked.clear()
+    assert run(block_bytes=1) == blocks
+    assert run.asked == []
+    assert run.digests() == before
+
+
+def test_appended_samples_alone_are_computed_and_others_leave_no_trace(tmp_path: Path) -> None:
+    samples = make_samples()
+    blocks = Run(tmp_path, samples[:3])()
+    more = Run(tmp_path, samples)
+    with_more = more()
+    assert {name: with_more[name] for name in blocks} == blocks
+    added = [key for name, block in with_more.items() if name not in blocks for key in block.samples]
+    assert added == list(more.ids)[3:]
+    assert list(Run(tmp_path, samples[4:5])()) == ["block-000001"]
+
+
+@pytest.mark.parametrize("interrupted_at", range(4))
+def test_a_resumed_run_gives_the_bytes_of_an_undisturbed_one(tmp_path: Path, interrupted_at: int) -> None:
+    lengths = (5, 9, 4, 7)
+    undisturbed = Run(tmp_path / "whole", make_samples(lengths))
+    undisturbed(block_bytes=1)
+    run = Run(tmp_path / "resumed", make_samples(lengths))
+    keys = list(run.ids)
+
+    def read_ids(key: str) -> torch.Tensor:
+        if key == keys[interrupted_at]:
+            raise KeyboardInterrupt
+        return run.ids[key]
+
+    with pytest.raises(KeyboardInterrupt):
+        run(block_bytes=1, read_ids=read_ids)
+    kept, _ = run.store.finished_blocks()
+    assert [block.samples for block in kept.values()] == [(key,) for key in keys[:interrupted_at]]
+    times = {name: run.store.path(name).stat().st_mtime_ns for name in kept}
+    run(block_bytes=10**9)  # another size: the plan of the first run is followed
+    assert {name: run.store.path(name).stat().st_mtime_ns for name in kept} == times
+    assert run.digests() == undisturbed.digests()
+
+
+def test_a_truncated_block_is_computed_again_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, make_samples())
+    run()
+    before = run.digests()
+    path = run.store.path("block-000001")
+    path.write_bytes(path.read_bytes()[:-1])
+    caplog.set_level(logging.WARNING, logger="dspark_cache.capture")
+    run()
+    assert run.digests() == before
+    (message,) = caplog.messages
+    assert message.startswith(f"not accepted, computed again: {path} has ")
+
+
+def test_the_order_of_samples_decides_the_blocks_and_not_their_states(tmp_path: Path) -> None:
+    samples = make_samples()
+    forward, backward = Run(tmp_path / "a", samples), Run(tmp_path / "b", samples[::-1])
+    states = [states_by_sample(run, run()) for run in (forward, backward)]
+    assert states[0].keys() == states[1].keys()
+    for key, (hidden, last) in states[0].items():
+        assert_close(hidden, states[1][key][0], 64)
+        assert_close(last, states[1][key][1], 64)
+
+
+def states_by_sample(run: Run, blocks: Mapping[str, Block]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found = {}
+    for name, block in blocks.items():
+        content = load_file(run.store.path(name))
+        parts = zip(content[HIDDEN].split(block.lengths), content[LAST_HIDDEN].split(block.lengths), strict=True)
+        found.update(zip(block.samples, parts, strict=True))
+    return found
+
+
+# Numbers that are not finite
+
+
+@pytest.fixture
+def broken() -> Target:
+    """A target whose embedding of token 7 is not a number."""
+    target = load("qwen3-tiny")
+    target.embed_weight[7] = float("nan")
+    return target
+
+
+def with_token_7(lengths: Sequence[int], *bad: int) -> list[torch.Tensor]:
+    samples = make_samples(lengths)
+    for index in bad:
+        samples[index][-1] = 7
+    return samples
+
+
+def test_a_sample_that_is_not_finite_stops_the_run_by_name_and_keeps_earlier_blocks(
+    tmp_path: Path, broken: Target
+) -> None:
+    run = Run(tmp_path, with_token_7((5, 9, 4), 2))
+    with pytest.raises(CaptureError) as error:
+        run(broken, block_bytes=10 * BYTES_PER_TOKEN)
+    assert str(error.value) == (
+        "sample 2: layer 0 holds numbers that are not finite (torch.float32); finished blocks are kept; try "
+        "target.compute_dtype: fp32, or target.nonfinite: drop to leave such samples out"
+    )
+    assert list(run.store.finished_blocks()[0]) == ["block-000000", "block-000001"]
+
+
+def test_a_last_hidden_state_alone_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    target = load("qwen3-tiny")
+    target.model.model.norm.weight[3] = float("inf")
+    with pytest.raises(CaptureError, match=r"^sample 0: last hidden state holds numbers that are not finite"):
+        Run(tmp_path, make_samples((5,)))(target)
+
+
+def test_dropped_samples_are_listed_and_their_neighbours_are_sound(
+    tmp_path: Path, broken: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="dspark_cache.capture")
+    run = Run(tmp_path, with_token_7((5, 9, 4, 6), 1, 2))
+    (block,) = run(broken, drop=True).values()
+    keys = list(run.ids)
+    assert block.samples == (keys[0], keys[3])
+    assert block.lengths == (5, 6)
+    assert block.dropped == {keys[1]: "layer 0 is not finite", keys[2]: "layer 0 is not finite"}
+    assert sorted(caplog.messages) == [
+        "sample 1: layer 0 is not finite, the sample is dropped",
+        "sample 2: layer 0 is not finite, the sample is dropped",
+    ]
+    for key, (hidden, last) in states_by_sample(run, {block.name: block}).items():
+        expected = plain_states(shared("qwen3-tiny"), run.ids[key], [0, 3])
+        assert_close(hidden, expected[0], 64)
+        assert_close(last, expected[1], 64)
+    run.asked.clear()
+    assert run(broken, drop=True) == {block.name: block}
+    assert run.asked == []
+
+
+def test_a_block_of_which_every_sample_was_dropped_is_finished(tmp_path: Path, broken: Target) -> None:
+    run = Run(tmp_path, with_token_7((5, 9), 0, 1))
+    (block,) = run(broken, drop=True).values()
+    assert (block.samples, block.lengths, len(block.dropped)) == ((), (), 2)
+    assert run.store.finished_blocks() == ({block.name: block}, [])
+
+
+# Memory
+
+
+@pytest.mark.parametrize("gib", [0.0, 1e-6])
+def test_too_little_host_memory_is_refused_before_the_target_is_loaded(tmp_path: Path, gib: float) -> None:
+    run = Run(tmp_path, make_samples())
+    with pytest.raises(SettingsError) as error:
+        run(runtime=RuntimeSettings(host_memory_gb=gib))
+    assert str(error.value) == (
+        f"runtime.host_memory_gb: {gib} GiB hold no block of {46 * BYTES_PER_TOKEN} bytes: raise it, or lower "
+        "target.block_bytes"
+    )
+    assert run.asked == ["environment"]
+
+
+def test_one_block_of_host_memory_is_enough(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_samples())
+    blocks = run(runtime=RuntimeSettings(host_memory_gb=46 * BYTES_PER_TOKEN / 2**30, max_tokens_per_batch=64))
+    assert len(blocks) == 3
+
+
+class SmallDevice(Capturer):
+    """A capturer that is out of memory beyond so many tokens a batch."""
+
+    limit = 20
+
+    def __call__(self, samples: Sequence[torch.Tensor]) -> States:
+        if len(samples) * max(len(sample) for sample in samples) > self.limit:
+            raise torch.cuda.OutOfMemoryError
+        return super().__call__(samples)
+
+
+def test_out_of_device_memory_the_block_starts_again_with_half_the_budget(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="dspark_cache.capture")
+    run = Run(tmp_path, make_samples((5, 9, 4, 6)))
+    (block,) = run(capturer=SmallDevice(shared("qwen3-tiny"), [0, 3], 64)).values()
+    assert block.environment["used_tokens_per_batch"] == 16
+    assert caplog.messages == [
+        "block-000000: out of device memory, again with 32 tokens a batch",
+        "block-000000: out of device memory, again with 16 tokens a batch",
+    ]
+    for key, (hidden, _) in states_by_sample(run, {block.name: block}).items():
+        assert_close(hidden, plain_states(shared("qwen3-tiny"), run.ids[key], [0, 3])[0], 64)
+
+
+def test_a_sample_that_alone_does_not_fit_the_device_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        Run(tmp_path, make_samples((5, 21)))(capturer=SmallDevice(shared("qwen3-tiny"), [0, 3], 64))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_block_that_cannot_be_written_fails_the_run(tmp_path: Path, number: int) -> None:
+    """Also the last one, whose write nothing else waits for; the others stay."""
+    run = Run(tmp_path, make_samples())
+    run.store.path(f"block-{number:06d}").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        run()
+    assert f"block-{number:06d}" not in run.store.finished_blocks()[0]
+    run.store.path(f"block-{number:06d}").rmdir()
+    assert len(run()) == 3
+
+
+# Environments
+
+
+def block_of(environment: dict[str, Any]) -> Block:
+    return Block(
+        name="block-000000", samples=(), lengths=(), num_bytes=0, sha256="", dropped={}, environment=environment
+    )
+
+
+def test_environments_do_not_mix_unless_allowed() -> None:
+    blocks = [block_of({"torch": "2.12", "threads": 2, "used_tokens_per_batch": 8}), block_of({"torch": "2.12"})]
+    now = {"torch": "2.13", "threads": 2}
+    with pytest.raises(SettingsError) as error:
+        ensure_unmixed(blocks, now, allow_mixed=False, folder=".work/capture-0")
+    assert str(error.value) == (
+        "blocks in .work/capture-0 were captured differently: threads: None then, 2 now; torch: '2.12' then, '2.13' "
+        "now; last bits would differ between samples: capture as before, set runtime.allow_mixed: true, or remove the "
+        "folder to start again"
+    )
+    ensure_unmixed(blocks, now, allow_mixed=True, folder="")
+    ensure_unmixed(blocks, {"torch": "2.12"}, allow_mixed=False, folder="")
+    ensure_unmixed([], now, allow_mixed=False, folder="")
+
+
+def test_a_resume_elsewhere_stops_unless_mixing_is_allowed(tmp_path: Path) -> None:
+    samples = make_samples()
+    Run(tmp_path, samples[:2])()
+    run = Run(tmp_path, samples)
+    run.environment = {"accelerator": "other"}
+    with pytest.raises(SettingsError, match="accelerator: 'cpu' then, 'other' now"):
+        run()
+    assert run.asked == ["environment"]
+    mixed = run(runtime=RuntimeSettings(allow_mixed=True, max_tokens_per_batch=64))
+    assert {block.environment["accelerator"] for block in mixed.values()} == {"cpu", "other"}
+
+
+def test_blocks_of_samples_that_are_no_longer_wanted_do_not_count_as_mixed(tmp_path: Path) -> None:
+    samples = make_samples()
+    Run(tmp_path, samples[:2])()
+    run = Run(tmp_path, samples[2:])
+    run.environment = {"accelerator": "other"}
+    assert {block.environment["accelerator"] for block in run().values()} == {"other"}
+
+
+def test_what_moves_last_bits_is_recorded() -> None:
+    environment = capture_environment(CPU, RuntimeSettings(max_tokens_per_batch=5))
+    assert environment.pop("transformers")
+    assert environment == {
+        "accelerator": "cpu",
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "max_tokens_per_batch": 5,
+        "parallelism": "replicate",
+        "torch": torch.__version__,
+    }
