@@ -40,6 +40,8 @@ def pick_device(name: str) -> torch.device:
     Raises:
         SettingsError: No such device on this machine.
     """
+    if name != "auto" and name.partition(":")[0] not in ("cpu", "cuda"):
+        raise SettingsError(f"runtime.device: expected auto, cpu, cuda or cuda:N, found {name!r}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -125,12 +127,19 @@ class Capturer:
             CaptureError: A state is missing or of another shape than the tokens ask for.
         """
         lengths = [len(sample) for sample in samples]
-        ids = torch.zeros((len(samples), max(lengths)), dtype=torch.int64)
+        # In a batch as wide as it is high the shape would not tell which axis of a 4-D residual holds the streams.
+        width = max(lengths) + (max(lengths) == len(samples))
+        ids = torch.zeros((len(samples), width), dtype=torch.int64)
         for row, sample in zip(ids, samples, strict=True):
             row[: len(sample)] = sample
         real = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
         output = self._forward(ids.to(self._target.device), real.to(self._target.device))
         shape = (*ids.shape, self._hidden_size)
+        if self._selection and len(output.hidden_states) != self._last_id + 2:
+            raise CaptureError(
+                f"expected {self._last_id + 2} hidden states, the embedding's and one a layer, the target gave "
+                f"{len(output.hidden_states)}: layer ids do not name them"
+            )
         last = check_state(output.last_hidden_state, "last hidden state", shape)
         by_id = {self._last_id: last} | {
             index - 1: check_state(output.hidden_states[index], f"layer {index - 1}", shape)
@@ -277,9 +286,16 @@ class BlockCapturer:
             stop = start + end - begin
             buffer.hidden[begin:end] = states.hidden[start:stop]
             buffer.last[begin:end] = states.last[start:stop]
-            if not bool(states.finite[start:stop].all()):
+            if not bool(states.finite[start:stop].all()) or self._overflows(states, buffer, begin, end):
                 self._not_finite(planned.samples[index], buffer, begin, end)
             start = stop
+
+    @staticmethod
+    def _overflows(states: States, buffer: _Buffer, begin: int, end: int) -> bool:
+        """Say whether the block's dtype is too narrow for what the target gave in a wider one."""
+        if states.hidden.dtype == states.last.dtype == buffer.hidden.dtype:
+            return False
+        return not all(bool(torch.isfinite(rows[begin:end]).all()) for rows in (buffer.hidden, buffer.last))
 
     def _not_finite(self, key: str, buffer: _Buffer, begin: int, end: int) -> None:
         rows = States(hidden=buffer.hidden[begin:end], last=buffer.last[begin:end], finite=torch.empty(0))

@@ -201,7 +201,7 @@ def _keep_weights(store: BlockStore, load: _Loader) -> tuple[int, str]:
             logger.warning("not accepted, written again: %s", error)
     target = load()
     embed, head = target.embed_weight, target.head_weight
-    tensors = {EMBED_KEY: embed} if embed.data_ptr() == head.data_ptr() else {EMBED_KEY: embed, LM_HEAD_KEY: head}
+    tensors = {EMBED_KEY: embed} if head is embed else {EMBED_KEY: embed, LM_HEAD_KEY: head}
     with put_file(path) as temporary:
         digest = write_tensors(temporary, {key: weight.detach().cpu() for key, weight in tensors.items()})
     put_json(record, {"bytes": path.stat().st_size, "sha256": digest})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_cache.errors import DsparkCacheError, LockedError, SettingsError
 from dspark_cache.schema import PROVENANCE_NAME, VERSION
+from dspark_cache.strict_json import is_int
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,16 +66,16 @@ def _inspect(parsed: argparse.Namespace) -> None:
 
     dataset = CachedDSparkDataset(parsed.cache)
     files = {entry.name: entry.stat().st_size for entry in sorted(parsed.cache.iterdir())}
-    recorded: dict[str, Any] = {}
+    recorded: Any = None
     if PROVENANCE_NAME in files:
-        recorded = read_json_object(parsed.cache / PROVENANCE_NAME).get("files", {})
-    entries = [entry for entry in recorded.values() if isinstance(entry, dict)]
+        recorded = read_json_object(parsed.cache / PROVENANCE_NAME).get("files")
+    entries = [entry for entry in recorded.values() if isinstance(entry, dict)] if isinstance(recorded, dict) else []
     content = {
         "manifest": dataset.manifest,
         "shards": len([name for name in files if name.startswith("shard-")]),
         "bytes": sum(files.values()),
-        "tokens": sum(entry.get("tokens", 0) for entry in entries) or None,
-        "supervised_tokens": sum(entry.get("supervised_tokens", 0) for entry in entries) or None,
+        "tokens": _total(entries, "tokens"),
+        "supervised_tokens": _total(entries, "supervised_tokens"),
     }
     if parsed.json:
         print(json.dumps(content, indent=2))
@@ -88,6 +89,11 @@ def _inspect(parsed: argparse.Namespace) -> None:
         print(f"{'tokens':26} {content['tokens']} of {positions} positions, {share} supervised")
 
 
+def _total(entries: list[dict[str, Any]], key: str) -> int | None:
+    """Add up a count of provenance.json; None where it has none."""
+    return sum(entry[key] for entry in entries if is_int(entry.get(key))) or None
+
+
 def _fingerprint(parsed: argparse.Namespace) -> None:
     from dspark_cache.inputs import Fingerprints, missing_file
 
@@ -98,15 +104,17 @@ def _fingerprint(parsed: argparse.Namespace) -> None:
 
 def _clean(parsed: argparse.Namespace) -> None:
     from dspark_cache.blocks import LOCK_NAME, scratch_folders
-    from dspark_cache.files import break_lock
+    from dspark_cache.files import break_lock, building_lock
+    from dspark_cache.stage import CACHE_PATH, TOKENS_PATH
 
     scratch = _scratch()
     kept = None if parsed.all else _current_folder(scratch)
     folders = [(folder, size) for folder, size in scratch_folders(scratch) if folder != kept]
     if parsed.break_lock:
-        for folder, _ in scratch_folders(scratch):
-            if break_lock(folder / LOCK_NAME):
-                print(f"forgot the holder of {folder / LOCK_NAME}")
+        building = [building_lock(path) for path in (TOKENS_PATH, CACHE_PATH)]
+        for lock in [*(folder / LOCK_NAME for folder, _ in scratch_folders(scratch)), *building]:
+            if break_lock(lock):
+                print(f"forgot the holder of {lock}")
         return
     for folder, size in folders:
         print(f"{size / GIB:10.3f} GiB  {folder}")

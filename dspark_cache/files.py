@@ -6,6 +6,7 @@ flushed too: after a crash or a power loss there is the old file, the new file o
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -33,8 +34,6 @@ _HASH_BYTES = 1 << 22
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor without copying them; writable. The view keeps the tensor alive."""
-    import ctypes
-
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError("byte_view needs a contiguous tensor on the CPU")
     size = tensor.numel() * tensor.element_size()
@@ -127,6 +126,11 @@ def remove_temporaries(folder: Path) -> list[str]:
     return left
 
 
+def building_lock(path: Path) -> Path:
+    """Return the lock that whoever builds the folder `path` holds."""
+    return path.with_name(f".{path.name}{BUILDING_SUFFIX}.lock")
+
+
 @contextmanager
 def put_folder(path: Path) -> Iterator[Path]:
     """Give an empty folder to fill; on leaving, put it in place of `path` by one rename.
@@ -141,11 +145,14 @@ def put_folder(path: Path) -> Iterator[Path]:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise SettingsError(f"{path} is in the way: expected no file or a folder, move it away")
     building = path.with_name(f".{path.name}{BUILDING_SUFFIX}")
-    with FileLock(building.with_name(building.name + ".lock")):
-        if building.exists():
-            shutil.rmtree(building)
+    with FileLock(building_lock(path)):
+        _remove(building)
         building.mkdir(parents=True)
-        yield building
+        try:
+            yield building
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
         sync_folder(building)
         _replace_folder(building, path)
 
@@ -153,14 +160,20 @@ def put_folder(path: Path) -> Iterator[Path]:
 def _replace_folder(building: Path, path: Path) -> None:
     """Rename `building` to `path`; an earlier folder there steps aside first and is removed afterwards."""
     aside = path.with_name(f".{path.name}.old{BUILDING_SUFFIX}")
-    if aside.exists():
-        shutil.rmtree(aside)
+    _remove(aside)
     if path.exists():
         path.rename(aside)
     building.rename(path)
     sync_folder(path.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Remove what a killed run left at `path`, whatever it is; a link is not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 _HELD: WeakSet[FileLock] = WeakSet()
@@ -226,7 +239,7 @@ def _try_lock(descriptor: int) -> dict[str, object] | None:
 
 
 def _holder(descriptor: int) -> dict[str, object]:
-    with suppress(ValueError, AttributeError):
+    with suppress(ValueError, AttributeError, RecursionError):
         found = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
         return {"host": found.get("host"), "pid": found.get("pid")}
     return {}

@@ -74,6 +74,7 @@ def manifest_differences(manifest: Mapping[str, Any], expected: Mapping[str, Any
     if unknown:
         raise SettingsError(f"expect= has keys that no manifest has: {unknown}; known are {sorted(DSPARK_FIELDS)}")
     recorded = {**MANIFEST_DEFAULTS, **manifest}
+    expected = {key: list(value) if isinstance(value, tuple) else value for key, value in expected.items()}
     return [
         f"{key}: expected {value!r}, found {recorded.get(key, 'nothing')!r}"
         for key, value in expected.items()

@@ -72,8 +72,10 @@ def locate_inputs(settings: Settings, root: Path) -> tuple[Input, Input]:
 def _locate(key: str, text: str, revision: str | None, root: Path, faults: list[str]) -> Input:
     path = root / text
     section = key.partition(".")[0]
-    if path.exists():
+    if _exists(path):
         if is_watched(path, root):
+            if revision is not None:
+                faults.append(f"{section}.revision: {text} is watched by DVC and needs none, found {revision!r}: null")
             return Input(text=text, kind="watched", revision=None)
         if revision is None or not _FINGERPRINT.fullmatch(revision):
             faults.append(
@@ -89,6 +91,14 @@ def _locate(key: str, text: str, revision: str | None, root: Path, faults: list[
             f"hexadecimal digits (branches and tags move); found {revision!r}"
         )
     return Input(text=text, kind="hub", revision=revision)
+
+
+def _exists(path: Path) -> bool:
+    """Say whether there is such a path; a text that can be none, for its length or a NUL, is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _may_be_hub_id(text: str, root: Path) -> bool:
@@ -157,7 +167,7 @@ def is_inline_template(text: str) -> bool:
 def _check_template_place(text: str | None, root: Path, faults: list[str]) -> None:
     if text is None or is_inline_template(text):
         return
-    if not (root / text).is_file():
+    if not _exists(root / text) or not (root / text).is_file():
         faults.append(str(missing_file("target.chat_template", root / text)))
     elif not is_watched(Path(text), root):
         faults.append(
@@ -168,6 +178,8 @@ def _check_template_place(text: str | None, root: Path, faults: list[str]) -> No
 def _link_faults(root: Path) -> list[str]:
     """Refuse links that DVC does not see through: to folders, and out of the repository."""
     faults = []
+    if (root / INPUTS).is_symlink():
+        faults.append(f"{INPUTS} links to a folder, which DVC does not look into: put the folder itself there")
     for folder, folders, names in os.walk(root / INPUTS):
         for name in sorted(folders + names):
             entry = Path(folder, name)
@@ -185,6 +197,9 @@ def input_files(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield name (relative to `path`) and path of each file that is input, sorted by name.
 
     READMEs, dot-files and `*.dvc` are none.
+
+    Raises:
+        InputError: A link to a folder, whose content would go unseen.
     """
     if path.is_file():
         yield path.name, path
@@ -192,6 +207,9 @@ def input_files(path: Path) -> Iterator[tuple[str, Path]]:
     found = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        linked = [name for name in folders if Path(folder, name).is_symlink()]
+        if linked:
+            raise InputError(f"{Path(folder, linked[0])} links to a folder: put the folder itself there")
         found += [Path(folder, name) for name in names if _is_input_name(name)]
     for file in sorted(found, key=lambda file: file.relative_to(path).as_posix()):
         yield file.relative_to(path).as_posix(), file

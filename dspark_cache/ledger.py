@@ -6,7 +6,6 @@ hashing or storing them. It names no time, host or path.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,14 +60,6 @@ class Ledger:
     def compute_dtype(self) -> str:
         """Key of `DTYPE_MAP` in which the states were computed and are stored."""
         return str(self.identity["compute_dtype"])
-
-    @property
-    def digest(self) -> str:
-        """Digest of everything captured: identity, and samples and bytes of every block."""
-        digest = hashlib.sha256(repr(sorted(self.identity.items())).encode())
-        for block in self.blocks:
-            digest.update(block.sha256.encode())
-        return digest.hexdigest()
 
     @property
     def dropped(self) -> dict[str, str]:

@@ -17,6 +17,8 @@ each assistant turn, role header and closing included, found by the first of two
      Failing both it begins at the first token that differs.
    - It ends after the tokens that differ and after as much as the whole render repeats of what follows the answer
      when it is the last message: the closing, and tool calls.
+   - Where the template does not write the content, beside a call say, no token differs: the turn is what it adds to a
+     render of the messages before it, if the whole render repeats that.
 """
 
 from __future__ import annotations
@@ -137,12 +139,12 @@ def _rfind(ids: Sequence[int], block: Sequence[int], start: int, end: int) -> in
     return None
 
 
-def _with_probe(message: dict[str, Any]) -> dict[str, Any]:
+def _with_probe(message: dict[str, Any], *, keep_reasoning: bool = False) -> dict[str, Any]:
     """Return an assistant message with another text, one that shares neither its first nor its last character."""
     texts = [message["content"].strip(), (message.get("reasoning_content") or "").strip()]
     ends = {text[position] for text in texts if text for position in (0, -1)}
     probe = next(letter for letter in _PROBES if letter not in ends)
-    changed = {"content": probe} | ({"reasoning_content": probe} if texts[1] else {})
+    changed = {"content": probe} | ({"reasoning_content": probe} if texts[1] and not keep_reasoning else {})
     return message | changed
 
 
@@ -162,17 +164,14 @@ class _Turns:
         """Yield the range of each assistant turn that begins inside the window."""
         floor = 0
         for turn in self._answers():
-            start = self._start(turn, floor)
-            if start is None:
+            found = self._span(turn, floor)
+            if found is None:
                 self.notes.add(ANSWER_NOT_FOUND)
                 continue
-            if start >= self._window:
+            if found[0] >= self._window:
                 return
-            end = self._boundary(turn + 1)
-            if end is None:
-                end = self._end_by_difference(turn)
-            floor = max(start, end)
-            yield start, floor
+            floor = max(found)
+            yield found[0], floor
 
     def reasoning(self) -> Iterator[Span]:
         """Yield the range of each assistant message's reasoning: what a render without it does not share."""
@@ -200,6 +199,28 @@ class _Turns:
             else:
                 self.notes.add(GENERATION_PROMPT_NOT_FOUND)
             floor = start
+
+    def _span(self, turn: int, floor: int) -> Span | None:
+        """Return the range of an assistant turn after `floor`, by either rule; None if neither finds it."""
+        start, end = self._start(turn, floor), self._boundary(turn + 1)
+        if start is not None and (end is not None or start >= self._window):
+            return start, start if end is None else end
+        if start is not None and self._difference_of(turn, keep_reasoning=True)[1] is not None:
+            return start, self._end_by_difference(turn)
+        return self._own_text(turn, floor if start is None else start)
+
+    def _own_text(self, turn: int, floor: int) -> Span | None:
+        """Find a turn whose content the template does not write (a call, say) by what it adds to those before it."""
+        try:
+            before = self._renderer.ids(self._messages[:turn], self._tools)
+            upto = self._renderer.ids(self._messages[: turn + 1], self._tools)
+        except RowError:
+            return None
+        own = upto[len(before) :] if upto[: len(before)] == before else []
+        for start in range(floor, len(self._ids) - len(own) + 1 if own else 0):
+            if self._ids[start : start + len(own)] == own:
+                return start, start + len(own)
+        return None
 
     def _answers(self) -> Iterator[int]:
         return (turn for turn, message in enumerate(self._messages) if message["role"] == "assistant")
@@ -229,7 +250,7 @@ class _Turns:
         if start is not None:
             return start
         self.notes.add(SPAN_BY_DIFFERENCE)
-        other, found = self._answer(turn)
+        other, found = self._difference_of(turn)
         if found is None:
             return None
         # In `other` the probe follows the header: no token joins the header to the answer's first character.
@@ -239,17 +260,16 @@ class _Turns:
         return min(max((place for place in places if place is not None), default=found[0]), found[0])
 
     def _end_by_difference(self, turn: int) -> int:
+        """Return where a turn ends whose answer a probe changes; reasoning stays, as calls may follow at its heels."""
         self.notes.add(SPAN_BY_DIFFERENCE)
-        _, found = self._answer(turn)
-        if found is None:
-            self.notes.add(ANSWER_NOT_FOUND)
-            return 0
-        return found[1] + common_prefix(self._ids[found[1] :], self._closing(turn))
+        _, found = self._difference_of(turn, keep_reasoning=True)
+        end = found[1] if found is not None else 0
+        return end + common_prefix(self._ids[end:], self._closing(turn))
 
-    def _answer(self, turn: int) -> tuple[list[int], Span | None]:
+    def _difference_of(self, turn: int, *, keep_reasoning: bool = False) -> tuple[list[int], Span | None]:
         """Return a render with another answer in `turn`, and the tokens of the whole render that it does not share."""
         try:
-            other = self._with(turn, _with_probe(self._messages[turn]))
+            other = self._with(turn, _with_probe(self._messages[turn], keep_reasoning=keep_reasoning))
         except RowError:
             return [], None
         return other, difference(self._ids, other)
@@ -259,7 +279,7 @@ class _Turns:
         upto = self._messages[: turn + 1]
         try:
             ids = self._renderer.ids(upto, self._tools)
-            other = self._renderer.ids([*upto[:-1], _with_probe(upto[-1])], self._tools)
+            other = self._renderer.ids([*upto[:-1], _with_probe(upto[-1], keep_reasoning=True)], self._tools)
         except RowError:
             return []
         found = difference(ids, other)
@@ -274,6 +294,8 @@ class _Turns:
                 asked = self._renderer.ids(before, self._tools, add_generation_prompt=True, **options)
             except RowError:
                 continue
+            if asked[: len(head)] != head and head[-1:] == [self._renderer.eos_token_id]:
+                head = head[:-1]  # a template may close a text only where it asks for no answer
             if len(asked) > len(head) and asked[: len(head)] == head:
                 yield asked[len(head) :]
 

@@ -79,7 +79,7 @@ DSPARK_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = GENERIC_FIELDS | {
     "mask_reasoning_content": _FLAG,
     "num_hidden_layers": _count(1, MAX_EXTENT),
     "seq_length": _count(1, MAX_EXTENT),
-    "shuffle_seed": _count(0, MAX_SAMPLES),
+    "shuffle_seed": ("an integer", lambda v: is_int(v) and abs(v) < 1 << 63),
     "target_hidden_dim": _count(1, MAX_EXTENT),
     "target_last_hidden_dim": _count(1, MAX_EXTENT),
     "target_layer_ids": (

@@ -81,6 +81,11 @@ class ShardAccumulator:
         self._logger.info("wrote %s (%d samples)", path, due)
         self._shard_index += 1
 
+    def _tail(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
+        """Return what is left of a batch's tensor; less than a shard of it does not keep the whole batch's memory."""
+        tail = tensor[start:]
+        return tail.clone() if len(tail) < self._shard_size else tail
+
     def _take(self, due: int) -> list[Batch]:
         """Remove the first `due` samples from the chunks held, splitting the last one if need be."""
         taken: list[Batch] = []
@@ -88,8 +93,7 @@ class ShardAccumulator:
             chunk = self._chunks.pop(0)
             size = next(iter(chunk.values())).shape[0]
             if size > due:
-                # A clone, so that the tail does not keep the whole chunk's memory.
-                self._chunks.insert(0, {key: tensor[due:].clone() for key, tensor in chunk.items()})
+                self._chunks.insert(0, {key: self._tail(tensor, due) for key, tensor in chunk.items()})
                 chunk = {key: tensor[:due] for key, tensor in chunk.items()}
                 size = due
             taken.append(chunk)

@@ -70,10 +70,11 @@ class PlacedSample:
 class _Source:
     """Reads samples' rows from tokens and blocks; one block file is open at a time."""
 
-    def __init__(self, captured: Captured, dtype: torch.dtype) -> None:
+    def __init__(self, captured: Captured, dtype_name: str) -> None:
         self._tokens = captured.tokens
         self._store = captured.store
-        self._dtype = dtype
+        self._dtype_name = dtype_name
+        self._dtype = DTYPE_MAP[dtype_name]
         self.pad_token_id = captured.tokens.pad_token_id
         self._open: tuple[str, ShardFile] | None = None
 
@@ -88,7 +89,7 @@ class _Source:
         if cast is not rows and not bool(torch.isfinite(cast).all()):
             largest = float(rows.abs().max())
             raise CaptureError(
-                f"sample {sample.index}: {key} does not fit into cache.dtype {self._dtype}: its largest value is "
+                f"sample {sample.index}: {key} does not fit into cache.dtype {self._dtype_name}: its largest value is "
                 f"{largest:.6g}; use cache.dtype: bf16 or fp32"
             )
         return cast
@@ -153,7 +154,7 @@ def _publish(captured: Captured, settings: CacheSettings, path: Path, make_progr
     _check_shard_count(len(samples), settings.shard_size)
     manifest = build_manifest(tokens, ledger, settings, num_samples=len(samples))
     specs = sample_specs(manifest)
-    source = _Source(captured, DTYPE_MAP[settings.dtype])
+    source = _Source(captured, settings.dtype)
     total = len(samples) * sum(spec.num_bytes for spec in _stacked(specs, 1).values())
     with put_folder(path) as folder, make_progress(total) as progress:
         write_manifest(folder, {**manifest, "complete": False})

@@ -7,6 +7,8 @@ pickling, and positional reads make inherited ones safe after a fork.
 
 from __future__ import annotations
 
+import operator
+import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -39,7 +41,6 @@ from dspark_cache.shard_file import ShardFile
 from dspark_cache.shards import shard_path, shard_rows, validate_contiguous_shards
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
 
 MAX_OPEN_FILES = 32
@@ -91,7 +92,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         self.shard_size: int = self.manifest["shard_size"]
         self._max_open_files = max_open_files
         self._open_handles: OrderedDict[int, ShardFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self._renew_lock()
         self._shard_indices = validate_contiguous_shards(cache_dir, cache_name, self.num_samples, self.shard_size)
         self._check_headers()
 
@@ -104,9 +105,10 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
 
         Raises:
             IndexError: `index` is outside -len..len-1.
+            TypeError: `index` is no integer.
             CacheFormatError: The shard is no longer what it was when the cache was opened.
         """
-        position = index.__index__()
+        position = operator.index(index)
         if not -self.num_samples <= position < self.num_samples:
             raise IndexError(f"sample {position} of a cache of {self.num_samples}")
         shard, row = divmod(position % self.num_samples, self.shard_size)
@@ -121,13 +123,20 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         """Start without open files."""
         self.__dict__.update(state)
         self._open_handles = OrderedDict()
+        self._renew_lock()
+
+    def _renew_lock(self) -> None:
         self._lock = threading.Lock()
+        self._lock_owner = os.getpid()
 
     def _read_manifest(self, cache_name: str, format_version: int) -> dict[str, Any]:
         return read_offline_manifest(self.cache_dir, cache_name, format_version)
 
     def _handle(self, shard_index: int) -> ShardFile:
         """Return the open shard, opening and checking it if need be; the least recently used one goes."""
+        if self._lock_owner != os.getpid():
+            # A forked process may have inherited the lock from a thread that it does not have.
+            self._renew_lock()
         with self._lock:
             file = self._open_handles.get(shard_index)
             if file is None:

@@ -90,24 +90,24 @@ def _watch(target: Target, layer_ids: Sequence[int]) -> Iterator[dict[str, Any]]
     seen: dict[str, Any] = {}
 
     def keep(name: str, value: Any) -> None:
-        seen[name] = value[0] if isinstance(value, tuple) else value
+        seen[name] = value[0] if isinstance(value, tuple | list) else value
 
     with ExitStack() as stack:
-        handles = [
-            target.layers[layer].register_forward_hook(lambda _m, _a, out, layer=layer: keep(f"layer {layer}", out))
-            for layer in layer_ids
-            if layer >= 0
-        ]
-        handles.append(
-            target.layers[0].register_forward_pre_hook(
-                lambda _m, args, kwargs: keep("layer -1", _first_input(args, kwargs)), with_kwargs=True
-            )
+        for layer in layer_ids:
+            if layer >= 0:
+                output = target.layers[layer].register_forward_hook(
+                    lambda _m, _a, out, layer=layer: keep(f"layer {layer}", out)
+                )
+                stack.callback(output.remove)
+        embedded = target.layers[0].register_forward_pre_hook(
+            lambda _m, args, kwargs: keep("layer -1", _first_input(args, kwargs)), with_kwargs=True
         )
+        stack.callback(embedded.remove)
         head = target.model.get_output_embeddings()
-        handles.append(head.register_forward_pre_hook(lambda _m, args: keep("lm_head input", args[0])))
-        handles.append(head.register_forward_hook(lambda _m, _a, out: keep("lm_head output", out)))
-        for handle in handles:
-            stack.callback(handle.remove)
+        taken = head.register_forward_pre_hook(lambda _m, args: keep("lm_head input", args[0]))
+        stack.callback(taken.remove)
+        given = head.register_forward_hook(lambda _m, _a, out: keep("lm_head output", out))
+        stack.callback(given.remove)
         yield seen
 
 

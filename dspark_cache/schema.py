@@ -51,6 +51,11 @@ DTYPE_MAP: Final[dict[str, torch.dtype]] = {
 SAFETENSORS_DTYPES: Final[dict[str, torch.dtype]] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I8": torch.int8,
     "I16": torch.int16,
     "I32": torch.int32,

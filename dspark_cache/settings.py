@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ENVIRONMENT_PREFIX = "DSPARK_"
+YAML_ERRORS = (YAMLError, ValueError, RecursionError)
+"""What ruamel.yaml raises on bad text; ValueError comes from dates that do not exist and from bad UTF-8."""
 VERIFY_LEVELS = ("files", "headers", "bytes", "values")
 
 
@@ -138,7 +140,9 @@ def load_settings(path: Path, environment: Mapping[str, str]) -> Settings:
     params = _read_yaml(path)
     faults: list[str] = []
     for section, values in _environment_values(environment, faults).items():
-        params[section] = {**(params.get(section) or {}), **values}
+        written = params.get(section) or {}
+        if isinstance(written, dict):  # anything else is a fault that the walk reports
+            params[section] = {**written, **values}
     return check_settings(params, name=str(path), faults=faults)
 
 
@@ -147,7 +151,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         params = YAML(typ="safe", pure=True).load(path)
     except FileNotFoundError as error:
         raise SettingsError(f"no such file: {path}; run from the root of the repository") from error
-    except (OSError, YAMLError, UnicodeDecodeError) as error:
+    except (OSError, *YAML_ERRORS) as error:
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(params, dict):
         raise SettingsError(f"{path} must hold sections of params, found {type(params).__name__}")
@@ -158,15 +162,20 @@ def _environment_values(environment: Mapping[str, str], faults: list[str]) -> di
     """Return what the environment sets; only runtime keys may come from there."""
     found: dict[str, Any] = {}
     for name in sorted(environment):
-        section, double, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
-        if not name.startswith(ENVIRONMENT_PREFIX) or not double or section not in SECTIONS:
+        section, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if not key or section not in SECTIONS:
+            # Other programs may have variables of this prefix; a mistyped one of ours must not be lost.
+            if section.startswith(tuple(SECTIONS)) or difflib.get_close_matches(section, SECTIONS, cutoff=0.8):
+                faults.append(f"{name} in the environment is no setting: write {ENVIRONMENT_PREFIX}RUNTIME__<KEY>")
             continue
         if section != "runtime":
             faults.append(f"{name} in the environment: only runtime keys may be set there, set {section}.{key} instead")
             continue
         try:
             found[key] = YAML(typ="safe", pure=True).load(environment[name])
-        except YAMLError:
+        except YAML_ERRORS:
             faults.append(f"{name} in the environment is not valid YAML: {environment[name]!r}")
     return {"runtime": found} if found else {}
 
@@ -191,7 +200,7 @@ def check_settings(params: Mapping[str, Any], *, name: str = "params", faults: l
             found.append(f"{section}: expected keys and values, found {values!r:.60}")
         else:
             plain[section] = _check_section(section, values, found)
-    _check_together(plain, found)
+    _check_together(plain, params, found)
     if found:
         raise SettingsError(f"{name} has {len(found)} fault(s):\n  " + "\n  ".join(found))
     return _typed(plain)
@@ -236,7 +245,7 @@ def _is_kind(value: Any, kind: Any) -> bool:
     if kind is int:
         return is_int(value) and abs(value) < 1 << 63
     if kind is float:
-        return is_int(value) or (isinstance(value, float) and abs(value) < float("inf"))
+        return _is_kind(value, int) or (isinstance(value, float) and abs(value) < float("inf"))
     if kind is str:
         return isinstance(value, str) and bool(value.strip())
     return isinstance(value, list) and all(_is_kind(item, int) for item in value)
@@ -252,14 +261,15 @@ def _expectation(kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> str:
     return text + (f" of at least {metadata['minimum']}" if "minimum" in metadata else "")
 
 
-def _check_together(plain: Mapping[str, Mapping[str, Any]], faults: list[str]) -> None:
-    """Check what no single key shows."""
+def _check_together(plain: Mapping[str, Mapping[str, Any]], params: Mapping[str, Any], faults: list[str]) -> None:
+    """Check what no single key shows, among the keys of `params` that are right by themselves."""
     data, target = plain.get("data", {}), plain.get("target", {})
     layer_ids = target.get("layer_ids")
     if layer_ids is not None and (not layer_ids or sorted(set(layer_ids)) != layer_ids):
         faults.append(f"target.layer_ids: expected one or more strictly increasing ids, found {layer_ids}")
-    least, length = data.get("min_loss_tokens", 0), data.get("seq_length", DataSettings().seq_length)
-    if least > length:
+    is_default = "seq_length" not in (params.get("data") or {})
+    least, length = data.get("min_loss_tokens", 0), DataSettings().seq_length if is_default else data.get("seq_length")
+    if length is not None and least > length:
         faults.append(f"data.min_loss_tokens: {least} is more than the {length} tokens of data.seq_length")
 
 

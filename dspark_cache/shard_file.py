@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000
 """As safetensors' own limit."""
+MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 8
 _ZEROS = bytes(1 << 20)
 _READ_BYTES = 1 << 30
@@ -57,7 +58,7 @@ def encode_header(specs: Mapping[str, TensorSpec]) -> bytes:
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
@@ -75,7 +76,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
-        """Open the existing file `path` and write the header of `specs`.
+        """Open the existing file `path`, empty it, and write the header of `specs`.
 
         Raises:
             OSError: The file cannot be opened or written.
@@ -86,6 +87,8 @@ class ShardWriter:
         self._key_bytes = 0
         self._digest = hashlib.sha256()
         self._file = path.open("r+b", buffering=0)
+        # What the file held would show through the holes.
+        self._file.truncate(0)
         self._position = 0
         self._write(memoryview(encode_header(specs)))
 
@@ -105,7 +108,7 @@ class ShardWriter:
         Raises:
             ValueError: Another key is due, or dtype or shape are not the spec's.
         """
-        spec = self._specs[key]
+        spec = self._spec(key)
         if rows.dtype != spec.dtype or tuple(rows.shape[1:]) != spec.shape[1:]:
             found = f"{list(rows.shape[1:])} {rows.dtype}"
             raise ValueError(f"{key}: expected rows of {list(spec.shape[1:])} {spec.dtype}, found {found}")
@@ -117,8 +120,8 @@ class ShardWriter:
         Raises:
             ValueError: Another key is due, or the dtype is not the spec's.
         """
-        if part.dtype != self._specs[key].dtype:
-            raise ValueError(f"{key}: expected {self._specs[key].dtype}, found {part.dtype}")
+        if part.dtype != self._spec(key).dtype:
+            raise ValueError(f"{key}: expected {self._spec(key).dtype}, found {part.dtype}")
         part = part.contiguous()
         view = byte_view(part)
         self._advance(key, len(view))
@@ -148,6 +151,11 @@ class ShardWriter:
             )
         self._file.truncate(self._position)
         return self._digest.hexdigest()
+
+    def _spec(self, key: str) -> TensorSpec:
+        if key not in self._specs:
+            raise ValueError(f"{key}: the file has the keys {list(self._specs)} only")
+        return self._specs[key]
 
     def _due_bytes(self) -> int:
         return self._specs[self._keys[self._key_index]].num_bytes
@@ -195,8 +203,9 @@ def _parse_entry(name: str, key: str, entry: Any) -> tuple[TensorSpec, int, int]
         raise CacheFormatError(f"{name}: header entry {key!r} is malformed: {entry!r:.80}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     dtype = SAFETENSORS_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
-    if dtype is None or len(numbers) != len(shape) + 2 or not all(is_int(v) and v >= 0 for v in numbers):
+    lists = [shape, offsets] if isinstance(shape, list) and isinstance(offsets, list) else [[], []]
+    numbers_fit = all(is_int(value) and 0 <= value < 1 << 63 for values in lists for value in values)
+    if dtype is None or len(lists[1]) != 2 or len(lists[0]) > MAX_DIMENSIONS or not numbers_fit:
         raise CacheFormatError(f"{name}: header entry {key!r} is malformed: {entry!r:.80}")
     spec = TensorSpec(dtype=dtype, shape=tuple(shape))
     if offsets[1] - offsets[0] != spec.num_bytes:

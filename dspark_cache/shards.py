@@ -43,7 +43,9 @@ def existing_shard_indices(cache_dir: PathLike) -> set[int]:
         names = os.listdir(cache_dir)  # noqa: PTH208 - names only; iterdir would build 10,000 Paths
     except FileNotFoundError:
         return set()
-    return {int(match[1]) for match in map(SHARD_RE.match, names) if match}
+    matches = [match for match in map(SHARD_RE.match, names) if match]
+    # The pattern also takes other scripts' digits and a line feed at the end, which no writer writes.
+    return {int(match[1]) for match in matches if match.string == shard_name(int(match[1]))}
 
 
 def num_shards(num_samples: int, shard_size: int) -> int:
@@ -62,9 +64,12 @@ def validate_contiguous_shards(cache_dir: PathLike, cache_name: str, num_samples
     Raises:
         CacheNotFoundError: There is no such folder.
         CacheFormatError: Shards are missing or too many; some of both are named.
+        ValueError: Negative `num_samples`, or `shard_size` below 1.
     """
     if not Path(cache_dir).is_dir():
         raise CacheNotFoundError(f"no {cache_name} cache: {cache_dir} is no folder")
+    if num_samples < 0 or shard_size < 1:
+        raise ValueError(f"expected num_samples >= 0 and shard_size >= 1, found {num_samples} and {shard_size}")
     expected = num_shards(num_samples, shard_size)
     found = existing_shard_indices(cache_dir)
     if len(found) == expected and (not found or max(found) == expected - 1):

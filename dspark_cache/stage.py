@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from dspark_cache.errors import DsparkCacheError, SettingsError
 from dspark_cache.inputs import Fingerprints, Input, locate_inputs
 from dspark_cache.schema import STAGE_VERSIONS
-from dspark_cache.settings import Settings, load_settings
+from dspark_cache.settings import YAML_ERRORS, Settings, load_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ def open_stage(name: str, root: Path = Path()) -> StageContext:
 def _check_version(name: str, path: Path) -> None:
     try:
         versions = YAML(typ="safe", pure=True).load(path)
-    except OSError as error:
+    except (OSError, *YAML_ERRORS) as error:
         raise SettingsError(f"{path} cannot be read: {error}; run from the root of the repository") from error
     found = versions.get(name) if isinstance(versions, dict) else None
     if found != STAGE_VERSIONS[name]:

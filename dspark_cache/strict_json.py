@@ -7,6 +7,8 @@ parser takes checked values out of an untrusted object and reports all faults at
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from dspark_cache.errors import CacheFormatError
@@ -28,14 +30,20 @@ def is_int(value: object) -> TypeGuard[int]:
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"duplicate keys {twice}")
+        twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"duplicate keys {twice[:10]}")
     return found
 
 
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON number")
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value
 
 
 def _parse_integer(text: str) -> int:
@@ -60,9 +68,12 @@ def parse_json_object(text: bytes, *, name: str) -> dict[str, Any]:
             object_pairs_hook=_object_of_pairs,
             parse_constant=_refuse_constant,
             parse_int=_parse_integer,
+            parse_float=_parse_float,
         )
-    except (ValueError, RecursionError) as error:
-        raise CacheFormatError(f"{name} is not valid JSON: {error or 'nested too deep'}") from error
+    except ValueError as error:
+        raise CacheFormatError(f"{name} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise CacheFormatError(f"{name} is not valid JSON: nested too deep") from error
     if not isinstance(value, dict):
         raise CacheFormatError(f"{name} must hold a JSON object, found {type(value).__name__}")
     return value

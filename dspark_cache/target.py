@@ -29,12 +29,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
-UNSUPPORTED_MODEL_TYPES = {
-    "mamba": "its hidden_states are not the layers' outputs",
-    "mamba2": "its hidden_states are not the layers' outputs",
-    "falcon_mamba": "its hidden_states are not the layers' outputs",
+_UNSUPPORTED = {
+    "its hidden_states are not the layers' outputs": "dory falcon_mamba mamba mamba2 mllama rwkv",
+    "its layers are not one list that each token passes once": "blt cpmant hrm_text idefics longcat_flash reformer",
+    "its residual is wider than hidden_size": "qwen4_exp qwen4_exp_text",
+    "what goes into lm_head is not its last hidden state": "inkling_mm_model inkling_text minicpm3 modernbert-decoder",
+    "its lm_head has a bias, which the cache format has no place for": "codegen ctrl git gptj phi",
+    "its tokens see later ones": (
+        "bert bert-generation big_bird camembert data2vec-text diffusion_gemma electra ernie megatron-bert paligemma "
+        "rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod"
+    ),
+    "it is an encoder-decoder or a part of one": (
+        "bart bigbird_pegasus blenderbot blenderbot-small florence2 marian mbart musicgen musicgen_melody mvp pegasus "
+        "pix2struct plbart pp_formulanet prophetnet t5gemma2 trocr udop vision-encoder-decoder whisper"
+    ),
+    "it takes no text alone": "blip blip-2 instructblip instructblipvideo kosmos-2 pi0 shieldgemma2",
+    "it is a draft itself, and reads another model's states": "gemma4_assistant gemma4_unified_assistant",
+    "transformers does not load its text decoder and lm_head from its checkpoints": "emu3 evolla nemotron_h_omni",
 }
-_LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+UNSUPPORTED_MODEL_TYPES = {name: reason for reason, names in _UNSUPPORTED.items() for name in names.split()}
+"""Families that are refused before any work, and why; docs/families.md lists the others."""
+
+_LOGIT_FIELDS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
 """What a model does to lm_head's output; a trainer that applies lm_head itself must do the same."""
 
 
@@ -116,11 +139,12 @@ def read_target_facts(folder: Path, *, trust_remote_code: bool) -> TargetFacts:
         InputError: No readable configuration, remote code that is not allowed, a quantised checkpoint, or a
             family whose states cannot be captured.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         raise InputError(
             f"target.model: {folder} has no usable configuration: {error}"
             + ("" if trust_remote_code else " (target.trust_remote_code is false)")
@@ -131,6 +155,11 @@ def read_target_facts(folder: Path, *, trust_remote_code: bool) -> TargetFacts:
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"target.model: {folder} is quantised, which capture refuses: use the unquantised checkpoint")
     text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise InputError(
+            f"target.model: {config.model_type} cannot be captured: its tokens see later ones "
+            "(use_bidirectional_attention)"
+        )
     return TargetFacts(
         model_type=config.model_type,
         vocab_size=text.vocab_size,

@@ -29,7 +29,7 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def put_target_weights(path: Path, embed_tokens: torch.Tensor, lm_head: torch.Tensor, dtype: torch.dtype) -> str:
     """Put a file with both weights [V, H], cast to `dtype`, in place; return its sha256."""
     embed = _cast(embed_tokens, dtype)
-    head = embed if lm_head.data_ptr() == embed_tokens.data_ptr() else _cast(lm_head, dtype)
+    head = embed if lm_head is embed_tokens else _cast(lm_head, dtype)
     with put_file(path) as temporary:
         return write_tensors(temporary, {EMBED_KEY: embed, LM_HEAD_KEY: head})
 

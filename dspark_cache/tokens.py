@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark_cache.errors import CacheFormatError, InputError, RowError
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError, RowError
 from dspark_cache.files import byte_view, put_file, put_json
 from dspark_cache.loss_masks import common_prefix
 from dspark_cache.schema import INPUT_IDS, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS, TensorSpec
@@ -265,20 +265,26 @@ class Tokens:
         """Open `folder` and check it.
 
         Raises:
-            CacheNotFoundError: A file is missing.
+            CacheNotFoundError: A file is missing; run dvc repro tokenize.
             CacheFormatError: A file is not what the tokenize stage writes.
         """
         self.folder = folder
         try:
             self.identity = read_json_object(folder / TOKENS_JSON)
         except FileNotFoundError as error:
-            raise CacheFormatError(f"no tokens in {folder}: run dvc repro tokenize") from error
+            raise CacheNotFoundError(f"no tokens in {folder}: run dvc repro tokenize") from error
         fields = Fields(self.identity, name=str(folder / TOKENS_JSON))
         self.num_samples = fields.count("num_samples", minimum=1)
         self.num_tokens = fields.count("num_tokens", minimum=1)
         self.seq_length = fields.count("seq_length", minimum=1)
         self.pad_token_id = fields.count("pad_token_id")
         self.sha256 = fields.sha256("sha256")
+        for key in ("train_data_path", "chat_template_sha256"):
+            fields.text(key)
+        for key in ("mask_reasoning_content", "mask_generation_prompt"):
+            fields.flag(key)
+        fields.count("shuffle_seed")
+        fields.take("train_split", "a string or null", lambda v: v is None or isinstance(v, str))
         fields.finish()
         self._file = ShardFile(folder / TOKENS_FILE)
         self._file.expect(

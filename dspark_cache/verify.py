@@ -112,7 +112,7 @@ def check_files(cache: CacheFolder) -> Iterator[Finding]:
 
 def _is_dvc_link(path: Path) -> bool:
     """Say whether `path` is a link into a DVC cache, as `cache.type = symlink` makes them."""
-    return path.is_symlink() and path.is_file() and "files" in path.resolve().parts
+    return path.is_symlink() and path.is_file() and path.resolve().parts[-4:-2] == ("files", "md5")
 
 
 def check_headers(cache: CacheFolder) -> Iterator[Finding]:

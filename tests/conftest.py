@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+# Before torch is imported, and inherited by every process that a test starts: the suite runs on two processes, tiny
+# models are faster on one thread, and a capture refuses to go on with another number of threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import torch
 
 from dspark_cache import DTYPE_MAP, build_cache_manifest, write_manifest, write_shard, write_target_weights

@@ -33,22 +33,13 @@ from dspark_cache.tokens import sample_key
 from tests.repository import GOLDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 MODELS = ("qwen3-tiny", "llama-tied-tiny", "gemma3-text-tiny", "gemma4-tiny")
 CPU = torch.device("cpu")
 LENGTHS = (5, 1, 40, 17, 2, 40)
 """Sliding windows of the gemma models are 16 wide."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny models run faster on one thread than on as many as there are cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def load(model: str) -> Target:
@@ -238,8 +229,14 @@ def test_devices() -> None:
     assert pick_device("cpu") == CPU
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:99", "cpu:x"])
-def test_an_unknown_device_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["gpu", "meta", ""])
+def test_another_kind_of_device_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"^runtime.device: expected auto, cpu, cuda or cuda:N, found '{name}'$"):
+        pick_device(name)
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "cpu:x"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(SettingsError, match=f"^runtime.device: '{name}' cannot be used on this machine: .+"):
         pick_device(name)
 

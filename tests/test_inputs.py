@@ -162,7 +162,6 @@ def test_a_template_file_lies_under_inputs(root: Path) -> None:
     assert found.startswith(f"target.chat_template: no such file: {root / 'inputs/templates'}")
 
 
-@pytest.mark.xfail(strict=True, raises=OSError, reason="the file name is too long for the operating system")
 def test_a_long_text_without_jinja_is_a_missing_template_file(root: Path) -> None:
     (found,) = faults(root, target={"chat_template": "x" * 300})
     assert found.startswith("target.chat_template: no such file: ")

@@ -171,14 +171,14 @@ COUNTS = [
     "num_samples",
     "seq_length",
     "shard_size",
-    "shuffle_seed",
     "target_hidden_dim",
     "target_last_hidden_dim",
     "target_vocab_size",
 ]
 WRONG: list[tuple[str, Any]] = [
     *[(key, ["7", 7.0, True, None, -1, 1 << 62, [7], {}]) for key in COUNTS],
-    *[(key, [0]) for key in COUNTS if key not in ("num_samples", "shuffle_seed")],
+    *[(key, [0]) for key in COUNTS if key != "num_samples"],
+    ("shuffle_seed", ["7", 7.0, True, None, 1 << 63, [7], {}]),
     *[(key, ["false", 0, None, []]) for key in ("complete", "mask_generation_prompt", "mask_reasoning_content")],
     *[(key, [None, 3, ["x"]]) for key in ("target_model", "target_model_type", "train_data_path")],
     ("train_split", [3, False, ["train"]]),
@@ -206,7 +206,7 @@ def test_every_field_is_in_the_table_of_wrong_values() -> None:
     ("key", "value"),
     [
         ("num_samples", 0),
-        ("shuffle_seed", 0),
+        ("shuffle_seed", -1),  # the reference records it, and ignores it, with JSON data
         ("hidden_size", 1),
         ("target_layer_ids", [-1]),
         ("target_layer_ids", [0, 5, 9]),

@@ -29,19 +29,9 @@ from dspark_cache.tokens import Tokens
 from tests.repository import Repository, make_repository
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 PAD = 995
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny models run faster on one thread than on as many as there are cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +346,7 @@ def test_a_value_too_large_for_the_dtype_is_refused_by_sample(work: Publication)
     hidden[block.lengths[0], 5] = -1e6
     work.doctor_block(0, **{HIDDEN: hidden})
     assert refused(work, CaptureError, dtype="fp16") == (
-        "sample 1: target_hidden_states does not fit into cache.dtype torch.float16: its largest value is 1e+06; "
+        "sample 1: target_hidden_states does not fit into cache.dtype fp16: its largest value is 1e+06; "
         "use cache.dtype: bf16 or fp32"
     )
 

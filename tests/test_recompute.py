@@ -34,22 +34,13 @@ from dspark_cache.tokens import Tokens
 from tests.repository import GOLDEN, Repository, make_repository
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 CPU = torch.device("cpu")
 LAYERS = [-1, 1, 3]
 SIZE = 64
 SHARD = "shard-000000.safetensors"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny models run faster on one thread than on as many as there are cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -216,7 +216,6 @@ def test_the_environment_overrides_runtime_keys_and_their_types_are_checked(tmp_
         "DSPARK_RUNTIME__KEEP_BLOCKS": "false",
         "DSPARK_RUNTIME__HOST_MEMORY_GB": "0.5",
         "DSPARK_RUNTIME__SCRATCH_DIR": "/elsewhere",
-        "DSPARK_RUNTIME": "not ours",
         "DSPARK_OTHER__KEY": "not ours",
         "RUNTIME__DEVICE": "not ours",
     }
@@ -228,6 +227,14 @@ def test_the_environment_overrides_runtime_keys_and_their_types_are_checked(tmp_
         "host_memory_gb": 0.5,
         "scratch_dir": "/elsewhere",
     }
+
+
+@pytest.mark.parametrize(
+    "name", ["DSPARK_RUNTIM__DEVICE", "DSPARK_RUNTIME_DEVICE", "DSPARK_RUNTIME", "DSPARK_RUNTIME__"]
+)
+def test_a_mistyped_name_in_the_environment_is_no_setting(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError, match=rf"{name} in the environment is no setting: write DSPARK_RUNTIME__<KEY>"):
+        load_settings(write(tmp_path / "params.yaml", "data: {}\n"), {name: "cpu"})
 
 
 def test_the_environment_sets_runtime_where_the_file_has_no_such_section(tmp_path: Path) -> None:
@@ -257,7 +264,6 @@ def test_all_faults_of_file_and_environment_come_together(tmp_path: Path) -> Non
     ]
 
 
-@pytest.mark.xfail(strict=True, reason="comes out as ValueError, TypeError or OverflowError")
 @pytest.mark.parametrize(
     ("text", "environment"),
     [

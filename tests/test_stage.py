@@ -197,7 +197,6 @@ def test_missing_versions_are_refused(repository: Repository) -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="YAMLError is not caught")
 def test_malformed_versions_are_refused(repository: Repository) -> None:
     (repository.root / "stages/versions.yaml").write_text("capture: [")
     with pytest.raises(SettingsError, match=r"versions\.yaml"):

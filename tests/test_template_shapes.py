@@ -43,22 +43,47 @@ FAMILIES = {
     "gemma4": Family(
         "<bos>",
         "<turn|>",
-        ("<|turn>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>")
-        + ("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+        (
+            "<|turn>",
+            "<|think|>",
+            "<|channel>",
+            "<channel|>",
+            "<|tool>",
+            "<tool|>",
+            "<|tool_call>",
+            "<tool_call|>",
+            "<|tool_response>",
+            "<tool_response|>",
+        ),
     ),
     "mistral": Family(
         "<s>",
         "</s>",
-        ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
-        + ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+        (
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+        ),
     ),
     "phi": Family(None, "<|endoftext|>", ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")),
     "deepseek": Family(
         "<｜begin▁of▁sentence｜>",
         "<｜end▁of▁sentence｜>",
-        ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<｜tool▁sep｜>")
-        + tuple(
-            f"<｜tool▁{part}▁{end}｜>" for part in ("calls", "call", "outputs", "output") for end in ("begin", "end")
+        (
+            "<｜User｜>",
+            "<｜Assistant｜>",
+            "<think>",
+            "</think>",
+            "<｜tool▁sep｜>",
+            *tuple(
+                f"<｜tool▁{part}▁{end}｜>"
+                for part in ("calls", "call", "outputs", "output")
+                for end in ("begin", "end")
+            ),
         ),
     ),
 }
@@ -397,11 +422,6 @@ CONTENT_NOT_WRITTEN = (
 )
 KNOWN_WRONG = {
     ("llama3", "call first"): CONTENT_NOT_WRITTEN,
-    ("mistral", "tool, then question"): CONTENT_NOT_WRITTEN,
-    ("qwen3_thinking", "tool thoughts, then question"): (
-        "the closing is taken from a render that ends with the call and still has its thought; what follows the "
-        "thought there begins with other line breaks than what follows the header here"
-    ),
 }
 
 CASES = [
@@ -444,7 +464,8 @@ def test_the_assistant_s_turns_are_supervised_and_nothing_else(
         (
             "qwen25",
             "two tools",
-            '<|im_start|>system\nYou are a default assistant.\n\n# Tools\n<tools>\n{"name": "add"}\n</tools><|im_end|>\n'
+            "<|im_start|>system\nYou are a default assistant."
+            '\n\n# Tools\n<tools>\n{"name": "add"}\n</tools><|im_end|>\n'
             f"<|im_start|>user\nSum<|im_end|>\n⟦{QWEN}Wait.\n{QWEN_CALL}\n{QWEN_MUL}<|im_end|>\n⟧"
             "<|im_start|>user\n<tool_response>\n18\n</tool_response>\n<tool_response>\n19\n</tool_response><|im_end|>\n"
             f"⟦{QWEN}Both.<|im_end|>\n⟧",
@@ -504,7 +525,6 @@ def test_whole_renders(family: str, conversation: str, expected: str) -> None:
     assert shown(family, sample(family, conversation)) == expected
 
 
-ALTERNATE = "alternate"
 REFUSED = [
     ("llama3", "two tools", "One tool call at a time is supported"),
     *(
@@ -532,9 +552,6 @@ BOTH = {"reasoning": True, "prompt": True}
 NO_REASONING = {"reasoning_not_found"}
 NO_PROMPT = {"generation_prompt_not_found"}
 DIFFERENCE = {"span_by_difference"}
-PHI_PROMPT = pytest.mark.xfail(
-    strict=True, reason="a render without generation prompt ends with an eos more: the prompt is not seen behind it"
-)
 
 
 @pytest.mark.parametrize(
@@ -577,10 +594,8 @@ PHI_PROMPT = pytest.mark.xfail(
             NO_PROMPT,
         ),
         ("mistral", "two", {"prompt": True}, [" ok</s>", " done</s>"], NO_PROMPT),
-        pytest.param(
-            *("phi", "two", {"prompt": True}, ["ok<|end|>\n", "done<|end|>\n<|endoftext|>"], set()), marks=PHI_PROMPT
-        ),
-        pytest.param(*("phi", "single", {"prompt": True}, ["ok<|end|>\n<|endoftext|>"], set()), marks=PHI_PROMPT),
+        pytest.param(*("phi", "two", {"prompt": True}, ["ok<|end|>\n", "done<|end|>\n<|endoftext|>"], set())),
+        pytest.param(*("phi", "single", {"prompt": True}, ["ok<|end|>\n<|endoftext|>"], set())),
         # The prompt opens a thought that the first answer does not have: taken in full or not at all.
         (
             "deepseek",
@@ -699,8 +714,9 @@ def test_templates_have_no_markers_and_special_tokens_are_single(family: str) ->
     assert not has_generation_markers(template_of(family))
     tokens = FAMILIES[family]
     for text in (tokens.eos, *tokens.others, *filter(None, [tokens.bos])):
-        assert tokenizer_of(family).decode(tokenizer_of(family)(text, add_special_tokens=False)["input_ids"]) == text
-        assert len(tokenizer_of(family)(f"{text}", add_special_tokens=False)["input_ids"]) == 1
+        ids = tokenizer_of(family)(text, add_special_tokens=False)["input_ids"]
+        assert len(ids) == 1
+        assert tokenizer_of(family).decode(ids) == text
 
 
 def test_every_template_is_tested() -> None:

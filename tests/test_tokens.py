@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-IDENTITY = {"seq_length": 2_000_000, "pad_token_id": 3}
+IDENTITY = {
+    "seq_length": 2_000_000,
+    "pad_token_id": 3,
+    "train_data_path": "rows.jsonl",
+    "train_split": None,
+    "shuffle_seed": 42,
+    "chat_template_sha256": "0" * 64,
+    "mask_reasoning_content": False,
+    "mask_generation_prompt": False,
+}
 
 
 def sample(length: int, supervised: int = 1, *, truncated: bool = False, notes: tuple[str, ...] = ()) -> Any:
@@ -162,18 +171,19 @@ def test_faults_of_tokens_json_are_reported_at_once(tmp_path: Path) -> None:
     path = tokens.folder / "tokens.json"
     content = json.loads(path.read_text())
     del content["seq_length"]
-    path.write_text(json.dumps({**content, "num_samples": 0, "num_tokens": "2", "pad_token_id": -1, "sha256": "x"}))
+    faulty = {"num_samples": 0, "num_tokens": "2", "pad_token_id": -1, "sha256": "x", "train_split": 1}
+    path.write_text(json.dumps({**content, **faulty}))
     with pytest.raises(CacheFormatError) as error:
         Tokens(tokens.folder)
     assert str(error.value) == (
         f"{path}: missing required keys ['seq_length']; num_samples: expected an integer >= 1, found 0; "
         "num_tokens: expected an integer >= 1, found '2'; pad_token_id: expected an integer >= 0, found -1; "
-        "sha256: expected 64 hexadecimal digits, found 'x'"
+        "sha256: expected 64 hexadecimal digits, found 'x'; train_split: expected a string or null, found 1"
     )
     path.unlink()
-    with pytest.raises(CacheFormatError) as error:
+    with pytest.raises(CacheNotFoundError) as missing:
         Tokens(tokens.folder)
-    assert str(error.value) == f"no tokens in {tokens.folder}: run dvc repro tokenize"
+    assert str(missing.value) == f"no tokens in {tokens.folder}: run dvc repro tokenize"
 
 
 # Which rows become samples

@@ -23,21 +23,12 @@ from dspark_cache.verify import MAX_FINDINGS, CacheFolder, Finding, Report, Supe
 from tests.repository import Repository, make_repository
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 SHARDS = ["shard-000000.safetensors", "shard-000001.safetensors"]
 WEIGHTS = "target_weights.safetensors"
 PAD = 995
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny models run faster on one thread than on as many as there are cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
