@@ -1,13 +1,12 @@
-"""Capturing the target's states: tokens in, blocks in scratch and their ledger out.
+"""Capturing the target's states: tokens in, blocks in scratch out.
 
-One forward of the target without lm_head gives the selected layers and the final hidden state. Batches are
-formed inside a block from samples of like length, so that block bytes do not depend on where a run was
-interrupted. Only real tokens are stored, in the dtype the target computes in.
+Batches are formed inside one block from samples of like length, so that block bytes do not depend on where a run was
+interrupted. Only real tokens are stored, in the dtype the target computes in. A thread hashes and writes finished
+blocks while the next one is computed.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from dspark_cache.blocks import Block, BlockStore, PlannedBlock, block_specs, cut_batches, plan_blocks
 from dspark_cache.errors import CaptureError, SettingsError
 from dspark_cache.files import put_file
+from dspark_cache.forward import Capturer, States
 from dspark_cache.schema import DTYPE_MAP, HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.shard_file import file_bytes, write_tensors
 
@@ -27,143 +27,10 @@ if TYPE_CHECKING:
 
     from dspark_cache.progress import Progress
     from dspark_cache.settings import RuntimeSettings
-    from dspark_cache.target import Target
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device that `runtime.device` names; "auto" is CUDA where there is one.
-
-    Raises:
-        SettingsError: No such device on this machine.
-    """
-    if name != "auto" and name.partition(":")[0] not in ("cpu", "cuda"):
-        raise SettingsError(f"runtime.device: expected auto, cpu, cuda or cuda:N, found {name!r}")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise SettingsError(f"runtime.device: {name!r} cannot be used on this machine: {error}") from error
-    return device
-
-
-def capture_environment(device: torch.device, runtime: RuntimeSettings) -> dict[str, Any]:
-    """Return what moves the last bits of states and is no part of their identity."""
-    import transformers
-
-    on_cpu = device.type == "cpu"
-    return {
-        "accelerator": "cpu" if on_cpu else torch.cuda.get_device_name(device),
-        "instruction_set": torch.backends.cpu.get_cpu_capability() if on_cpu else None,
-        "threads": torch.get_num_threads() if on_cpu else None,
-        "max_tokens_per_batch": runtime.max_tokens_per_batch,
-        "parallelism": runtime.parallelism,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class States:
-    """States of the real tokens of one batch, in memory of their own.
-
-    Attributes:
-        hidden: [T, D].
-        last: [T, H].
-        finite: bool [T], whether all numbers of a token are finite.
-    """
-
-    hidden: torch.Tensor
-    last: torch.Tensor
-    finite: torch.Tensor
-
-
-def check_state(state: torch.Tensor | None, name: str, shape: tuple[int, int, int]) -> torch.Tensor:
-    """Return one state [B, W, H]; parallel streams of a 4-D residual are averaged.
-
-    Raises:
-        CaptureError: The target did not give it, or gave it in another shape.
-    """
-    if state is None:
-        raise CaptureError(f"{name}: the target gave no such state")
-    if state.dim() == 4 and state.shape[:2] == shape[:2]:
-        state = state.mean(dim=2)
-    elif state.dim() == 4 and state.shape[1:3] == shape[:2]:
-        state = state.mean(dim=0)
-    if tuple(state.shape) != shape:
-        raise CaptureError(f"{name}: expected a state {list(shape)}, the target gave {list(state.shape)}")
-    return state
-
-
-class Capturer:
-    """Runs a target, without lm_head, on samples and gives the states of their real tokens."""
-
-    def __init__(self, target: Target, layer_ids: Sequence[int], hidden_size: int) -> None:
-        """Prepare to capture `layer_ids` (checked against the target before)."""
-        self._target = target
-        self._layer_ids = tuple(layer_ids)
-        self._hidden_size = hidden_size
-        # The last layer's id means the final norm's output, which is last_hidden_state; i is hidden_states[i + 1].
-        self._last_id = len(target.layers) - 1
-        self._selection = [layer + 1 for layer in layer_ids if layer != self._last_id]
-        self._takes_mask = "attention_mask" in inspect.signature(target.base.forward).parameters
-
-    @torch.inference_mode()
-    def __call__(self, samples: Sequence[torch.Tensor]) -> States:
-        """Run one batch, padded on the right.
-
-        Args:
-            samples: Ids of each, int32 [T].
-
-        Returns:
-            The states of all samples' tokens, one after the other, on the target's device.
-
-        Raises:
-            CaptureError: A state is missing or of another shape than the tokens ask for.
-        """
-        lengths = [len(sample) for sample in samples]
-        # In a batch as wide as it is high the shape would not tell which axis of a 4-D residual holds the streams.
-        width = max(lengths) + (max(lengths) == len(samples))
-        ids = torch.zeros((len(samples), width), dtype=torch.int64)
-        for row, sample in zip(ids, samples, strict=True):
-            row[: len(sample)] = sample
-        real = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
-        output = self._forward(ids.to(self._target.device), real.to(self._target.device))
-        shape = (*ids.shape, self._hidden_size)
-        if self._selection and len(output.hidden_states) != self._last_id + 2:
-            raise CaptureError(
-                f"expected {self._last_id + 2} hidden states, the embedding's and one a layer, the target gave "
-                f"{len(output.hidden_states)}: layer ids do not name them"
-            )
-        last = check_state(output.last_hidden_state, "last hidden state", shape)
-        by_id = {self._last_id: last} | {
-            index - 1: check_state(output.hidden_states[index], f"layer {index - 1}", shape)
-            for index in self._selection
-        }
-        rows = real.to(self._target.device)
-        hidden = torch.cat([by_id[layer][rows] for layer in self._layer_ids], dim=-1)
-        last = last[rows]
-        finite = torch.isfinite(hidden).all(dim=-1) & torch.isfinite(last).all(dim=-1)
-        return States(hidden=hidden, last=last, finite=finite)
-
-    def _forward(self, ids: torch.Tensor, real: torch.Tensor) -> Any:
-        mask = {"attention_mask": real.long()} if self._takes_mask else {}
-        return self._target.base(
-            input_ids=ids, use_cache=False, output_hidden_states=self._selection or False, return_dict=True, **mask
-        )
-
-    def bad_layer(self, states: States) -> str:
-        """Name the first state that holds a number that is not finite."""
-        for position, layer in enumerate(self._layer_ids):
-            part = states.hidden[:, position * self._hidden_size : (position + 1) * self._hidden_size]
-            if not bool(torch.isfinite(part).all()):
-                return f"layer {layer}"
-        return "last hidden state"
 
 
 @dataclass(slots=True)
@@ -209,17 +76,14 @@ class BlockCapturer:
         store: BlockStore,
         environment: Mapping[str, Any],
         *,
-        device: torch.device,
-        max_tokens: int,
         drop_nonfinite: bool,
         describe: Callable[[str], str],
     ) -> None:
-        """Prepare; `describe` turns a sample's key into words for messages."""
+        """Prepare; `environment` has the batch budget, `describe` turns a sample's key into words for messages."""
         self._capturer = capturer
         self._store = store
         self._environment = dict(environment)
-        self._to_host = _ToHost(device)
-        self._max_tokens = max_tokens
+        self._to_host = _ToHost(capturer.device)
         self._drop = drop_nonfinite
         self._describe = describe
 
@@ -230,7 +94,7 @@ class BlockCapturer:
 
         On CUDA out-of-memory the block starts again with half the batch budget.
         """
-        max_tokens = self._max_tokens
+        max_tokens = self._environment["max_tokens_per_batch"]
         while True:
             try:
                 buffer = self._fill(planned, samples, max_tokens, progress)
@@ -334,19 +198,20 @@ class BlockCapturer:
 
 
 @contextmanager
-def _writer_thread(max_pending: int) -> Iterator[Callable[[Callable[[], Block]], list[Block]]]:
-    """Give a function that runs writes on a thread, `max_pending` at most, and returns finished blocks.
+def _writer_thread(max_pending: int) -> Iterator[Callable[[Callable[[], Block]], None]]:
+    """Give a function that runs writes on a thread and waits while more than `max_pending` are not done.
 
     On leaving, what was handed over is written to the end; a failed write raises at the next call or at the end.
     """
     pending: list[Future[Block]] = []
 
-    def finish(at_most: int) -> list[Block]:
-        return [pending.pop(0).result() for _ in range(max(0, len(pending) - at_most))]
+    def finish(at_most: int) -> None:
+        while len(pending) > at_most:
+            pending.pop(0).result()
 
-    def submit(write: Callable[[], Block]) -> list[Block]:
+    def submit(write: Callable[[], Block]) -> None:
         pending.append(thread.submit(write))
-        return finish(max_pending)
+        finish(max_pending)
 
     with ThreadPoolExecutor(1, thread_name_prefix="block-writer") as thread:
         yield submit
@@ -374,16 +239,36 @@ def ensure_unmixed(blocks: Sequence[Block], environment: Mapping[str, Any], *, a
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The distinct samples of a data set.
+
+    Attributes:
+        lengths: Key of each to its number of tokens, in the order of the samples.
+        read_ids: Key to its ids, int32 [T].
+    """
+
+    lengths: Mapping[str, int]
+    read_ids: Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What computes; asked only if there is something to compute.
+
+    Attributes:
+        environment: What moves last bits of states here and now.
+        load: Loads the target.
+        progress: Given all tokens and those already there.
+    """
+
+    environment: Callable[[], Mapping[str, Any]]
+    load: Callable[[], BlockCapturer]
+    progress: Callable[[int, int], Progress]
+
+
 def capture_blocks(
-    store: BlockStore,
-    wanted: Mapping[str, int],
-    read_ids: Callable[[str], torch.Tensor],
-    make_capturer: Callable[[], BlockCapturer],
-    environment: Callable[[], Mapping[str, Any]],
-    *,
-    block_bytes: int,
-    runtime: RuntimeSettings,
-    make_progress: Callable[[int, int], Progress],
+    store: BlockStore, wanted: Wanted, engine: Engine, *, block_bytes: int, runtime: RuntimeSettings
 ) -> dict[str, Block]:
     """Compute the blocks that are missing; the store's lock is held.
 
@@ -391,46 +276,50 @@ def capture_blocks(
 
     Args:
         store: The capture identity's folder.
-        wanted: Key of each distinct sample to its number of tokens, in the order of the samples.
-        read_ids: Key to the sample's ids.
-        make_capturer: Loads the target; called only if there is something to compute.
-        environment: What moves last bits; asked only if there is something to compute.
+        wanted: The samples.
+        engine: What computes.
         block_bytes: Size at which a block is full.
-        runtime: Memory bound and whether environments may mix.
-        make_progress: Given all tokens and those already there.
+        runtime: Memory bound, how finished blocks are checked, and whether environments may mix.
 
     Returns:
         The finished blocks that hold wanted samples, by name.
+
+    Raises:
+        SettingsError: No block fits into memory, or environments would mix.
+        CaptureError: The target gave something unusable.
     """
     finished, refused = store.finished_blocks(check_digest=runtime.check_blocks == "digest")
     for reason in refused:
         logger.warning("not accepted, computed again: %s", reason)
-    identity = store.identity
-    itemsize = DTYPE_MAP[identity["compute_dtype"]].itemsize
-    bytes_per_token = identity["hidden_size"] * (len(identity["target_layer_ids"]) + 1) * itemsize
+    bytes_per_token = _bytes_per_token(store.identity)
     plan, due = plan_blocks(
-        wanted, finished, store.read_plan(), bytes_per_token=bytes_per_token, block_bytes=block_bytes
+        wanted.lengths, finished, store.read_plan(), bytes_per_token=bytes_per_token, block_bytes=block_bytes
     )
     if due:
-        ensure_unmixed(
-            list(_holding(finished, wanted).values()),
-            environment(),
-            allow_mixed=runtime.allow_mixed,
-            folder=str(store.folder),
-        )
-        largest = max(sum(wanted[key] for key in block.samples) for block in due) * bytes_per_token
-        pending = _pending_blocks(runtime.host_memory_gb, largest)
+        present = list(_holding(finished, wanted.lengths).values())
+        ensure_unmixed(present, engine.environment(), allow_mixed=runtime.allow_mixed, folder=str(store.folder))
+        largest = max(sum(wanted.lengths[key] for key in block.samples) for block in due) * bytes_per_token
+        max_pending = _pending_blocks(runtime.host_memory_gb, largest)
         store.write_plan(plan)
-        total = sum(wanted.values())
-        with make_progress(total, total - sum(wanted[k] for b in due for k in b.samples)) as progress:
-            capturer = make_capturer()
-            with _writer_thread(pending) as submit:
-                for planned in due:
-                    samples = [read_ids(key) for key in planned.samples]
-                    for block in submit(capturer.compute(planned, samples, progress)):
-                        finished[block.name] = block
+        _compute(due, wanted, engine, max_pending)
         finished, _ = store.finished_blocks()
-    return _holding(finished, wanted)
+    return _holding(finished, wanted.lengths)
+
+
+def _bytes_per_token(identity: Mapping[str, Any]) -> int:
+    states = len(identity["target_layer_ids"]) + 1
+    return int(identity["hidden_size"] * states * DTYPE_MAP[identity["compute_dtype"]].itemsize)
+
+
+def _compute(due: Sequence[PlannedBlock], wanted: Wanted, engine: Engine, max_pending: int) -> None:
+    """Compute and write the blocks that are due, in their order."""
+    total = sum(wanted.lengths.values())
+    missing = sum(wanted.lengths[key] for block in due for key in block.samples)
+    with engine.progress(total, total - missing) as progress:
+        capturer = engine.load()
+        with _writer_thread(max_pending) as submit:
+            for planned in due:
+                submit(capturer.compute(planned, [wanted.read_ids(key) for key in planned.samples], progress))
 
 
 def _pending_blocks(host_memory_gb: float, largest_block: int) -> int:

@@ -10,9 +10,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import WEIGHTS_NAME, WEIGHTS_RECORD_NAME, Block, BlockStore, scratch_folders
-from dspark_cache.capture import GIB, BlockCapturer, Capturer, capture_blocks, capture_environment, pick_device
+from dspark_cache.capture import GIB, BlockCapturer, Engine, Wanted, capture_blocks
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError
 from dspark_cache.files import put_file, put_json
+from dspark_cache.forward import Capturer, capture_environment, pick_device
 from dspark_cache.inputs import ensure_pinned
 from dspark_cache.ledger import Ledger
 from dspark_cache.progress import Progress
@@ -144,27 +145,32 @@ def _capture(stage: StageContext, tokens: Tokens, store: BlockStore, load: _Load
     for index, key in enumerate(tokens.keys()):
         first_index.setdefault(key, index)
 
-    def make_capturer() -> BlockCapturer:
+    def environment() -> dict[str, Any]:
+        return capture_environment(load.device, settings.runtime)
+
+    def load_capturer() -> BlockCapturer:
         identity = store.identity
         return BlockCapturer(
             Capturer(load(), identity["target_layer_ids"], identity["hidden_size"]),
             store,
-            capture_environment(load.device, settings.runtime),
-            device=load.device,
-            max_tokens=settings.runtime.max_tokens_per_batch,
+            environment(),
             drop_nonfinite=settings.target.nonfinite == "drop",
             describe=lambda key: f"sample {first_index[key]}",
         )
 
     blocks = capture_blocks(
         store,
-        {key: tokens.length(index) for key, index in first_index.items()},
-        lambda key: tokens.input_ids(first_index[key]),
-        make_capturer,
-        lambda: capture_environment(load.device, settings.runtime),
+        Wanted(
+            lengths={key: tokens.length(index) for key, index in first_index.items()},
+            read_ids=lambda key: tokens.input_ids(first_index[key]),
+        ),
+        Engine(
+            environment=environment,
+            load=load_capturer,
+            progress=lambda total, done: Progress("capture", total, "tok", done=done),
+        ),
         block_bytes=settings.target.block_bytes,
         runtime=settings.runtime,
-        make_progress=lambda total, done: Progress("capture", total, "tok", done=done),
     )
     _report_dropped(stage, blocks, first_index)
     return blocks

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark_cache.capture import check_state
 from dspark_cache.errors import CaptureError
 from dspark_cache.files import put_file
+from dspark_cache.forward import check_state
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN
 from dspark_cache.shard_file import ShardFile, write_tensors
 from dspark_cache.shards import shard_name

@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from dspark_cache.blocks import BlockStore
-from dspark_cache.capture import pick_device
 from dspark_cache.capture_run import capture_identity
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
+from dspark_cache.forward import pick_device
 from dspark_cache.identity import manifest_differences
 from dspark_cache.ledger import Ledger, place_samples, read_ledger
 from dspark_cache.publish import build_manifest

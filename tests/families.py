@@ -17,7 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from dspark_cache.capture import Capturer, check_state
+from dspark_cache.forward import Capturer, check_state
 from dspark_cache.recompute import recompute_sample, relative_l2
 from dspark_cache.settings import TargetSettings
 from dspark_cache.target import UNSUPPORTED_MODEL_TYPES, Target, TargetFacts, load_target, read_target_facts

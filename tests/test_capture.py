@@ -13,17 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_cache.blocks import Block, BlockStore
-from dspark_cache.capture import (
-    BlockCapturer,
-    Capturer,
-    States,
-    capture_blocks,
-    capture_environment,
-    check_state,
-    ensure_unmixed,
-    pick_device,
-)
+from dspark_cache.capture import BlockCapturer, Engine, Wanted, capture_blocks, ensure_unmixed
 from dspark_cache.errors import CaptureError, SettingsError
+from dspark_cache.forward import Capturer, States, capture_environment, check_state, pick_device
 from dspark_cache.progress import Progress
 from dspark_cache.recompute import relative_l2
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
@@ -275,9 +267,7 @@ class Run:
             return BlockCapturer(
                 chosen,
                 self.store,
-                self.environment,
-                device=CPU,
-                max_tokens=runtime.max_tokens_per_batch,
+                {**self.environment, "max_tokens_per_batch": runtime.max_tokens_per_batch},
                 drop_nonfinite=drop,
                 describe=names.__getitem__,
             )
@@ -290,13 +280,17 @@ class Run:
             self.store.prepare()
             return capture_blocks(
                 self.store,
-                {key: len(ids) for key, ids in self.ids.items()},
-                read_ids or self.ids.__getitem__,
-                make_capturer,
-                ask_environment,
+                Wanted(
+                    lengths={key: len(ids) for key, ids in self.ids.items()},
+                    read_ids=read_ids or self.ids.__getitem__,
+                ),
+                Engine(
+                    environment=ask_environment,
+                    load=make_capturer,
+                    progress=lambda total, done: Progress("capture", total, "tok", done=done),
+                ),
                 block_bytes=block_bytes,
                 runtime=runtime,
-                make_progress=lambda total, done: Progress("capture", total, "tok", done=done),
             )
 
     def digests(self) -> dict[str, str]:
@@ -322,7 +316,8 @@ def test_blocks_hold_the_states_of_their_samples(tmp_path: Path) -> None:
         assert_close(content[LAST_HIDDEN], torch.cat([last for _, last in alone]), 64)
         assert block.num_bytes == path.stat().st_size
         assert block.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-        assert block.environment == {"accelerator": "cpu", "used_tokens_per_batch": 64}
+        budgets = {"max_tokens_per_batch": 64, "used_tokens_per_batch": 64}
+        assert block.environment == {"accelerator": "cpu", **budgets}
         assert Block.parse(json.loads(path.with_suffix(".json").read_text()), name=name) == block
 
 

@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from dspark_cache.capture import Capturer
 from dspark_cache.errors import CaptureError, InputError
+from dspark_cache.forward import Capturer
 from dspark_cache.settings import TargetSettings
 from dspark_cache.target import UNSUPPORTED_MODEL_TYPES, load_target, read_target_facts
 from tests.families import (

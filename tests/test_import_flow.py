@@ -37,6 +37,7 @@ FLOW = [
     "target",
     "blocks",
     "progress",
+    "forward",
     "capture",
     "ledger",
     "publish",

@@ -1,0 +1,158 @@
+"""Running the target: samples in, states of their real tokens out.
+
+One forward of the target without lm_head gives the selected layers and the final hidden state; nothing is known of
+any family's module names. Capture runs batches through it; recompute shares only the check of shapes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark_cache.errors import CaptureError, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dspark_cache.settings import RuntimeSettings
+    from dspark_cache.target import Target
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device that `runtime.device` names; "auto" is CUDA where there is one.
+
+    Raises:
+        SettingsError: No such device on this machine.
+    """
+    if name != "auto" and name.partition(":")[0] not in ("cpu", "cuda"):
+        raise SettingsError(f"runtime.device: expected auto, cpu, cuda or cuda:N, found {name!r}")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsError(f"runtime.device: {name!r} cannot be used on this machine: {error}") from error
+    return device
+
+
+def capture_environment(device: torch.device, runtime: RuntimeSettings) -> dict[str, Any]:
+    """Return what moves the last bits of states and is no part of their identity."""
+    import transformers
+
+    on_cpu = device.type == "cpu"
+    return {
+        "accelerator": "cpu" if on_cpu else torch.cuda.get_device_name(device),
+        "instruction_set": torch.backends.cpu.get_cpu_capability() if on_cpu else None,
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "max_tokens_per_batch": runtime.max_tokens_per_batch,
+        "parallelism": runtime.parallelism,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """States of the real tokens of one batch, in memory of their own.
+
+    Attributes:
+        hidden: [T, D].
+        last: [T, H].
+        finite: bool [T], whether all numbers of a token are finite.
+    """
+
+    hidden: torch.Tensor
+    last: torch.Tensor
+    finite: torch.Tensor
+
+
+def check_state(state: torch.Tensor | None, name: str, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Return one state [B, W, H]; parallel streams of a 4-D residual are averaged.
+
+    Raises:
+        CaptureError: The target did not give it, or gave it in another shape.
+    """
+    if state is None:
+        raise CaptureError(f"{name}: the target gave no such state")
+    if state.dim() == 4 and state.shape[:2] == shape[:2]:
+        state = state.mean(dim=2)
+    elif state.dim() == 4 and state.shape[1:3] == shape[:2]:
+        state = state.mean(dim=0)
+    if tuple(state.shape) != shape:
+        raise CaptureError(f"{name}: expected a state {list(shape)}, the target gave {list(state.shape)}")
+    return state
+
+
+class Capturer:
+    """Runs a target, without lm_head, on samples and gives the states of their real tokens."""
+
+    def __init__(self, target: Target, layer_ids: Sequence[int], hidden_size: int) -> None:
+        """Prepare to capture `layer_ids` (checked against the target before)."""
+        self._target = target
+        self._layer_ids = tuple(layer_ids)
+        self._hidden_size = hidden_size
+        # The last layer's id means the final norm's output, which is last_hidden_state; i is hidden_states[i + 1].
+        self._last_id = len(target.layers) - 1
+        self._selection = [layer + 1 for layer in layer_ids if layer != self._last_id]
+        self._takes_mask = "attention_mask" in inspect.signature(target.base.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target is."""
+        return self._target.device
+
+    @torch.inference_mode()
+    def __call__(self, samples: Sequence[torch.Tensor]) -> States:
+        """Run one batch, padded on the right.
+
+        Args:
+            samples: Ids of each, int32 [T].
+
+        Returns:
+            The states of all samples' tokens, one after the other, on the target's device.
+
+        Raises:
+            CaptureError: A state is missing or of another shape than the tokens ask for.
+        """
+        lengths = [len(sample) for sample in samples]
+        # In a batch as wide as it is high the shape would not tell which axis of a 4-D residual holds the streams.
+        width = max(lengths) + (max(lengths) == len(samples))
+        ids = torch.zeros((len(samples), width), dtype=torch.int64)
+        for row, sample in zip(ids, samples, strict=True):
+            row[: len(sample)] = sample
+        real = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+        output = self._forward(ids.to(self._target.device), real.to(self._target.device))
+        shape = (*ids.shape, self._hidden_size)
+        if self._selection and len(output.hidden_states) != self._last_id + 2:
+            raise CaptureError(
+                f"expected {self._last_id + 2} hidden states, the embedding's and one a layer, the target gave "
+                f"{len(output.hidden_states)}: layer ids do not name them"
+            )
+        last = check_state(output.last_hidden_state, "last hidden state", shape)
+        by_id = {self._last_id: last} | {
+            index - 1: check_state(output.hidden_states[index], f"layer {index - 1}", shape)
+            for index in self._selection
+        }
+        rows = real.to(self._target.device)
+        hidden = torch.cat([by_id[layer][rows] for layer in self._layer_ids], dim=-1)
+        last = last[rows]
+        finite = torch.isfinite(hidden).all(dim=-1) & torch.isfinite(last).all(dim=-1)
+        return States(hidden=hidden, last=last, finite=finite)
+
+    def _forward(self, ids: torch.Tensor, real: torch.Tensor) -> Any:
+        mask = {"attention_mask": real.long()} if self._takes_mask else {}
+        return self._target.base(
+            input_ids=ids, use_cache=False, output_hidden_states=self._selection or False, return_dict=True, **mask
+        )
+
+    def bad_layer(self, states: States) -> str:
+        """Name the first state that holds a number that is not finite."""
+        for position, layer in enumerate(self._layer_ids):
+            part = states.hidden[:, position * self._hidden_size : (position + 1) * self._hidden_size]
+            if not bool(torch.isfinite(part).all()):
+                return f"layer {layer}"
+        return "last hidden state"
