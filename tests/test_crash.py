@@ -16,6 +16,7 @@ from dspark_cache.files import FileLock
 from tests.repository import Repository, kill, make_repository
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -154,3 +155,25 @@ def test_a_full_disk_fails_the_stage_and_leaves_nothing_half(
     assert not list(tokenized.root.glob(".work/**/.tmp-*"))
     tokenized.run("capture", "shards", "verify")
     assert tokenized.digests() == undisturbed.digests()
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A read-only file system: root, as which these tests may run, ignores a folder's mode."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_read_only_scratch_is_refused_and_nothing_is_left(tokenized: Repository, read_only: Path) -> None:
+    done = tokenized.stage("capture", DSPARK_RUNTIME__SCRATCH_DIR=str(read_only / "work"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: [Errno 30] Read-only file system")
+    assert not (tokenized.root / "features.json").exists()
+    assert not list(tokenized.root.glob(".work/**/.tmp-*"))
