@@ -93,6 +93,7 @@ class Capturer:
     def __init__(self, target: Target, layer_ids: Sequence[int], hidden_size: int) -> None:
         """Prepare to capture `layer_ids` (checked against the target before)."""
         self._target = target
+        target.model.eval()  # whatever its owner did: dropout would be noise in every state
         self._layer_ids = tuple(layer_ids)
         self._hidden_size = hidden_size
         # The last layer's id means the final norm's output, which is last_hidden_state; i is hidden_states[i + 1].

@@ -22,6 +22,7 @@ from dspark_cache.schema import (
     DSPARK_FORMAT_VERSION,
     DTYPE_MAP,
     EMBED_KEY,
+    HIDDEN,
     INPUT_IDS,
     LM_HEAD_KEY,
     LOSS_MASK,
@@ -73,6 +74,8 @@ class _Source:
     def __init__(self, captured: Captured, dtype_name: str) -> None:
         self._tokens = captured.tokens
         self._store = captured.store
+        self._layer_ids = captured.ledger.layer_ids
+        self._hidden_size = captured.ledger.hidden_size
         self._dtype_name = dtype_name
         self._dtype = DTYPE_MAP[dtype_name]
         self.pad_token_id = captured.tokens.pad_token_id
@@ -87,12 +90,19 @@ class _Source:
         rows = self._block(sample.place.block).read_rows(key, sample.place.start, sample.place.stop)
         cast = rows.to(self._dtype)
         if cast is not rows and not bool(torch.isfinite(cast).all()):
-            largest = float(rows.abs().max())
             raise CaptureError(
-                f"sample {sample.index}: {key} does not fit into cache.dtype {self._dtype_name}: its largest value is "
-                f"{largest:.6g}; use cache.dtype: bf16 or fp32"
+                f"sample {sample.index}: {self._overflowing(key, rows, cast)} does not fit into cache.dtype "
+                f"{self._dtype_name}: use cache.dtype: bf16 or fp32"
             )
         return cast
+
+    def _overflowing(self, key: str, rows: torch.Tensor, cast: torch.Tensor) -> str:
+        """Name the first state that is too large, and its largest value."""
+        column = int(torch.isfinite(cast).all(dim=0).logical_not().nonzero()[0])
+        layer = column // self._hidden_size
+        name = f"layer {self._layer_ids[layer]}" if key == HIDDEN else "the last hidden state"
+        state = rows[:, layer * self._hidden_size : (layer + 1) * self._hidden_size]
+        return f"{name}, with values up to {float(state.abs().max()):.6g},"
 
     def _block(self, block: Block) -> ShardFile:
         if self._open is None or self._open[0] != block.name:

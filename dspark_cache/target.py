@@ -88,7 +88,15 @@ def resolve_layer_ids(layer_ids: list[int] | None, draft_num_hidden_layers: int,
         SettingsError: Empty, not strictly increasing, or outside -1..num_layers-1.
     """
     if layer_ids is None:
-        return build_target_layer_ids(num_layers, draft_num_hidden_layers)
+        default = build_target_layer_ids(num_layers, draft_num_hidden_layers)
+        if len(default) < draft_num_hidden_layers:
+            logger.warning(
+                "a target of %d layers has only the ids %s to spread, target.draft_num_hidden_layers asks for %d",
+                num_layers,
+                default,
+                draft_num_hidden_layers,
+            )
+        return default
     valid = f"strictly increasing ids from -1 (embedding) to {num_layers - 1} (final norm)"
     if not layer_ids or sorted(set(layer_ids)) != layer_ids or layer_ids[0] < -1 or layer_ids[-1] >= num_layers:
         raise SettingsError(f"target.layer_ids: expected {valid}, found {layer_ids}")

@@ -88,6 +88,38 @@ def test_a_padded_batch_gives_what_each_sample_alone_gives(model: str, order: Se
     assert torch.equal(states.hidden[:, -size:], states.last)
 
 
+def test_a_sample_does_not_depend_on_its_neighbours_or_on_padding() -> None:
+    target = shared("qwen3-tiny")
+    sample, *others = make_samples([9, 9, 4, 30])
+    alone = Capturer(target, [-1, 2], 64)([sample])
+    for batch in ([sample, others[0]], [sample, others[1]], [sample, others[2]], [sample, others[2], others[0]]):
+        states = Capturer(target, [-1, 2], 64)(batch)
+        assert_close(states.hidden[:9], alone.hidden, 64)
+        assert_close(states.last[:9], alone.last, 64)
+
+
+def test_a_model_left_in_training_gives_the_same_states_and_keeps_nothing_of_a_call() -> None:
+    expected = Capturer(shared("qwen3-tiny"), [1, 5], 64)(make_samples())
+    target = load("qwen3-tiny")
+    model = target.model
+    for layer in target.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.config.use_cache = True
+    model.train()
+    model.activation_checkpointing_enable()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    capturer = Capturer(target, [1, 5], 64)
+    hooks = []
+    for _ in range(2):
+        states = capturer(make_samples())
+        assert torch.equal(states.hidden, expected.hidden)
+        assert torch.equal(states.last, expected.last)
+        assert not states.hidden.requires_grad
+        hooks.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()))
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert hooks[0] == hooks[1]  # transformers adds its own at the first call that asks for states, and keeps them
+
+
 @pytest.mark.parametrize("lengths", [(1,), (2, 2), (3, 1, 2)])
 def test_a_batch_as_wide_as_it_is_high(lengths: tuple[int, ...]) -> None:
     target = shared("qwen3-tiny")

@@ -340,14 +340,19 @@ def refused(work: Publication, error: type[Exception], runtime: Any = None, **ca
     return str(caught.value)
 
 
-def test_a_value_too_large_for_the_dtype_is_refused_by_sample(work: Publication) -> None:
+@pytest.mark.parametrize(
+    ("key", "column", "state"),
+    [(HIDDEN, 5, "layer 1"), (HIDDEN, 64, "layer 3"), (LAST_HIDDEN, 63, "the last hidden state")],
+)
+def test_a_value_too_large_for_the_dtype_is_refused_by_sample_and_layer(
+    work: Publication, key: str, column: int, state: str
+) -> None:
     block = work.ledger.blocks[0]
-    hidden = load_file(work.store.path(block.name))[HIDDEN]
-    hidden[block.lengths[0], 5] = -1e6
-    work.doctor_block(0, **{HIDDEN: hidden})
+    states = load_file(work.store.path(block.name))[key]
+    states[block.lengths[0], column] = -1e6
+    work.doctor_block(0, **{key: states})
     assert refused(work, CaptureError, dtype="fp16") == (
-        "sample 1: target_hidden_states does not fit into cache.dtype fp16: its largest value is 1e+06; "
-        "use cache.dtype: bf16 or fp32"
+        f"sample 1: {state}, with values up to 1e+06, does not fit into cache.dtype fp16: use cache.dtype: bf16 or fp32"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub.constants
@@ -99,6 +100,20 @@ def test_no_default_layer_ids_of_too_few_layers(layers: int, draft: int) -> None
     assert str(error.value) == (
         "default layer ids need a target of at least 2 layers and at least 1 draft layer, found "
         f"{layers} and {draft}; set target.layer_ids"
+    )
+
+
+def test_default_layer_ids_never_repeat_and_say_so_when_there_are_fewer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="dspark_cache.target")
+    for layers, draft in product(range(2, 101), range(1, 9)):
+        caplog.clear()
+        ids = resolve_layer_ids(None, draft, layers)
+        assert ids == sorted(set(ids))
+        assert len(ids) == min(draft, layers - 1)
+        assert len(caplog.messages) == (draft > layers - 1)
+    resolve_layer_ids(None, 5, 3)
+    assert caplog.messages[-1] == (
+        "a target of 3 layers has only the ids [1, 2] to spread, target.draft_num_hidden_layers asks for 5"
     )
 
 
