@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dspark_cache.conversations import parse_row
 from dspark_cache.errors import RowError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dspark_cache.rows import Rows
-
-DATA = Path(__file__).parent / "data" / "golden" / "data"
 CHAT = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
 
 
@@ -26,23 +19,6 @@ def message_row(**message: Any) -> dict[str, Any]:
 
 def call_row(**call: Any) -> dict[str, Any]:
     return message_row(tool_calls=[{"function": {"name": "f", "arguments": "{}"}} | call])
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, bytes | str], Path]:
-    def make(name: str, content: bytes | str) -> Path:
-        path = tmp_path / name
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return path
-
-    return make
-
-
-def contents(rows: Rows) -> list[Any]:
-    return [rows.read(index) for index in range(len(rows))]
-
-
-# --- rows to conversations --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows of files and their order."""
+"""Rows of files, of folders of files, and of data sets."""
 
 from __future__ import annotations
 
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).parent / "data" / "golden" / "data"
 CHAT = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
-
-
-def message_row(**message: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"} | message]}
-
-
-def call_row(**call: Any) -> dict[str, Any]:
-    return message_row(tool_calls=[{"function": {"name": "f", "arguments": "{}"}} | call])
 
 
 @pytest.fixture
@@ -60,9 +52,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 def contents(rows: Rows) -> list[Any]:
     return [rows.read(index) for index in range(len(rows))]
-
-
-# --- rows -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL", "ünï côde.NdJson"])
