@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.errors import CacheFormatError, SettingsError
-from dspark_cache.manifest import DSPARK_FIELDS
+from dspark_cache.manifest import DSPARK_FIELDS, RAGGED_FIELDS
 from dspark_cache.schema import IDENTITY_EXEMPT, MANIFEST_DEFAULTS
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ IDENTITY_SOURCES: dict[str, tuple[str, ...]] = {
     "chat_template_sha256": ("target.chat_template", "inputs/target"),
     "dtype": ("cache.dtype",),
     "hidden_size": ("target.model", "target.revision", "inputs/target"),
+    "layout": ("cache.layout",),
     "mask_generation_prompt": ("data.mask_generation_prompt",),
     "mask_reasoning_content": ("data.mask_reasoning_content",),
     "num_hidden_layers": ("target.model", "target.revision", "inputs/target"),
@@ -38,7 +39,9 @@ IDENTITY_SOURCES: dict[str, tuple[str, ...]] = {
         "inputs/data",
         "inputs/target",
     ),
+    "pad_token_id": ("target.model", "target.revision", "inputs/target"),
     "seq_length": ("data.seq_length",),
+    "shard_samples": ("cache.shard_bytes", "cache.dtype", "inputs/data", "inputs/target"),
     "shard_size": ("cache.shard_size",),
     "shuffle_seed": ("data.shuffle_seed",),
     "target_hidden_dim": (
@@ -70,10 +73,10 @@ def manifest_differences(manifest: Mapping[str, Any], expected: Mapping[str, Any
     Raises:
         SettingsError: `expected` has keys that no manifest has.
     """
-    unknown = sorted(set(expected) - set(DSPARK_FIELDS) - set(IDENTITY_EXEMPT) - set(manifest))
+    unknown = sorted(set(expected) - set(DSPARK_FIELDS | RAGGED_FIELDS) - set(IDENTITY_EXEMPT) - set(manifest))
     if unknown:
         raise SettingsError(f"expect= has keys that no manifest has: {unknown}; known are {sorted(DSPARK_FIELDS)}")
-    recorded = {**MANIFEST_DEFAULTS, **manifest}
+    recorded = {"layout": "padded", **MANIFEST_DEFAULTS, **manifest}
     expected = {key: list(value) if isinstance(value, tuple) else value for key, value in expected.items()}
     return [
         f"{key}: expected {value!r}, found {recorded.get(key, 'nothing')!r}"
@@ -105,6 +108,8 @@ def expected_of_params(path: Path) -> dict[str, Any]:
         values = params.get(section)
         if isinstance(values, dict) and values.get(key) is not None:
             expected[field] = values[key]
+    if expected.get("layout") == "ragged":
+        expected.pop("shard_size", None)  # ragged shards are cut by bytes
     return expected
 
 

@@ -21,6 +21,7 @@ from dspark_cache.schema import (
     IDENTITY_EXEMPT,
     MANIFEST_DEFAULTS,
     MANIFEST_NAME,
+    RAGGED_FORMAT_VERSION,
 )
 from dspark_cache.strict_json import is_int, is_sha256, read_json_object
 
@@ -92,7 +93,29 @@ DSPARK_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = GENERIC_FIELDS | {
     "train_data_path": _TEXT,
     "train_split": ("a string or null", lambda v: v is None or isinstance(v, str)),
 }
-"""Every key of a DSpark manifest but `format_version`, with what its value must be."""
+"""Every key of a DSpark manifest of version 1 but `format_version`, with what its value must be."""
+
+RAGGED_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    key: value for key, value in DSPARK_FIELDS.items() if key != "shard_size"
+} | {
+    "layout": ("'ragged'", lambda v: v == "ragged"),
+    "pad_token_id": _count(0, MAX_EXTENT),
+    "shard_samples": (
+        "a list of positive integers, the samples of each shard",
+        lambda v: isinstance(v, list) and len(v) <= MAX_SHARDS and all(is_int(n) and 0 < n < MAX_SAMPLES for n in v),
+    ),
+}
+"""The same of version 2."""
+
+
+def is_ragged(manifest: Mapping[str, Any]) -> bool:
+    """Say whether a DSpark manifest is of version 2."""
+    return manifest.get("format_version") == RAGGED_FORMAT_VERSION
+
+
+def dspark_fields(manifest: Mapping[str, Any]) -> dict[str, tuple[str, Callable[[Any], bool]]]:
+    """Return every key that a DSpark manifest of this version has, with what its value must be."""
+    return RAGGED_FIELDS if is_ragged(manifest) else DSPARK_FIELDS
 
 
 def check_fields(
@@ -143,6 +166,13 @@ def read_offline_manifest(
         CacheNotFoundError: There is no manifest.
         CacheFormatError: Not JSON, too large, another version, or a wrong type.
     """
+    return {**(defaults or {}), **_read_versions(cache_dir, cache_name, (format_version,), producer_name)}
+
+
+def _read_versions(
+    cache_dir: PathLike, cache_name: str, versions: tuple[int, ...], producer_name: str | None
+) -> dict[str, Any]:
+    """Read a manifest of one of `versions` and check the generic keys."""
     path = Path(manifest_path(cache_dir))
     try:
         manifest = read_json_object(path, max_bytes=MAX_MANIFEST_BYTES)
@@ -150,12 +180,13 @@ def read_offline_manifest(
         remedy = f"; make one with {producer_name}" if producer_name else ""
         raise CacheNotFoundError(f"no {cache_name} cache in {cache_dir}: {path} does not exist{remedy}") from error
     version = manifest.get("format_version")
-    if not is_int(version) or version != format_version:
+    if not is_int(version) or version not in versions:
+        known = " and ".join(map(repr, versions))
         raise CacheFormatError(
-            f"{path}: format_version is {version!r}, this reader of {cache_name} caches knows {format_version!r}"
+            f"{path}: format_version is {version!r}, this reader of {cache_name} caches knows {known}"
         )
     check_fields(manifest, GENERIC_FIELDS, name=str(path))
-    return {**(defaults or {}), **manifest}
+    return manifest
 
 
 def write_offline_manifest(cache_dir: PathLike, manifest: Mapping[str, Any], format_version: int) -> str:
@@ -312,11 +343,17 @@ def read_manifest(cache_dir: PathLike, allow_incomplete: bool = False) -> dict[s
         CacheNotFoundError: There is no manifest.
         CacheFormatError: Not JSON, another version, wrong types, or incomplete.
     """
-    manifest = read_offline_manifest(
-        cache_dir, DSPARK_NAME, DSPARK_FORMAT_VERSION, DSPARK_PRODUCER, defaults=MANIFEST_DEFAULTS
-    )
+    versions = (DSPARK_FORMAT_VERSION, RAGGED_FORMAT_VERSION)
+    manifest = {**MANIFEST_DEFAULTS, **_read_versions(cache_dir, DSPARK_NAME, versions, DSPARK_PRODUCER)}
     name = manifest_path(cache_dir)
-    check_fields(manifest, DSPARK_FIELDS, name=name)
+    check_fields(manifest, dspark_fields(manifest), name=name)
+    if is_ragged(manifest):
+        require_fields(manifest, tuple(RAGGED_FIELDS), name=name)
+        if sum(manifest["shard_samples"]) != manifest["num_samples"]:
+            raise CacheFormatError(
+                f"{name}: shard_samples add up to {sum(manifest['shard_samples'])}, num_samples is "
+                f"{manifest['num_samples']}"
+            )
     _check_widths(manifest, name=name)
     if not allow_incomplete:
         ensure_manifest_complete(manifest, cache_dir)
@@ -324,5 +361,19 @@ def read_manifest(cache_dir: PathLike, allow_incomplete: bool = False) -> dict[s
 
 
 def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
-    """Put the manifest of a DSpark cache in place; return its path. The values are not checked."""
-    return write_offline_manifest(cache_dir, manifest, DSPARK_FORMAT_VERSION)
+    """Put the manifest of a DSpark cache in place; return its path. The values are not checked.
+
+    The version is 2 where the manifest says `layout: ragged`, else 1.
+    """
+    return write_offline_manifest(cache_dir, manifest, version_of(manifest))
+
+
+def version_of(manifest: Mapping[str, Any]) -> int:
+    """Return the format version that a manifest's layout has."""
+    return RAGGED_FORMAT_VERSION if manifest.get("layout") == "ragged" else DSPARK_FORMAT_VERSION
+
+
+def ragged_manifest(manifest: Mapping[str, Any], *, pad_token_id: int, shard_samples: list[int]) -> dict[str, Any]:
+    """Turn a manifest of version 1 into that of the ragged cache of the same samples."""
+    kept = {key: value for key, value in manifest.items() if key != "shard_size"}
+    return {**kept, "layout": "ragged", "pad_token_id": pad_token_id, "shard_samples": shard_samples}

@@ -1,4 +1,4 @@
-"""Publishing: captured blocks and tokens in, a padded cache (format version 1) out, put in place by one rename.
+"""Publishing: captured blocks and tokens in, a padded or ragged cache out, put in place by one rename.
 
 Rows are streamed from the blocks into the shards, one sample at a time, each byte hashed once as it is written;
 the zeros after a sample's end are holes. The manifest goes down first as incomplete and is completed last.
@@ -16,18 +16,20 @@ from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError, SettingsError
 from dspark_cache.files import dump_json, file_digest, put_file, put_folder, put_json
 from dspark_cache.ledger import Ledger, Place, place_samples
-from dspark_cache.manifest import MAX_SHARDS, build_cache_manifest, write_manifest
+from dspark_cache.manifest import MAX_SHARDS, build_cache_manifest, ragged_manifest, version_of, write_manifest
+from dspark_cache.ragged import feature_specs, samples_name, samples_specs
 from dspark_cache.reader import sample_specs
 from dspark_cache.schema import (
-    DSPARK_FORMAT_VERSION,
     DTYPE_MAP,
     EMBED_KEY,
     HIDDEN,
     INPUT_IDS,
+    LAST_HIDDEN,
     LM_HEAD_KEY,
     LOSS_MASK,
     MANIFEST_NAME,
     PROVENANCE_NAME,
+    SAMPLE_OFFSETS,
     STAGE_VERSIONS,
     TARGET_WEIGHTS_NAME,
     TensorSpec,
@@ -67,6 +69,11 @@ class PlacedSample:
     index: int
     place: Place
 
+    @property
+    def num_tokens(self) -> int:
+        """T of this sample."""
+        return self.place.stop - self.place.start
+
 
 class _Source:
     """Reads samples' rows from tokens and blocks; one block file is open at a time."""
@@ -82,11 +89,11 @@ class _Source:
         self._open: tuple[str, ShardFile] | None = None
 
     def rows(self, key: str, sample: PlacedSample) -> torch.Tensor:
-        """Return the rows [T, ...] of a sample's real tokens as a padded shard stores them."""
+        """Return the rows [T, ...] of a sample's real tokens: ids int32, mask uint8, states in the cache's dtype."""
         if key == INPUT_IDS:
-            return self._tokens.input_ids(sample.index).to(torch.int64)
+            return self._tokens.input_ids(sample.index)
         if key == LOSS_MASK:
-            return self._tokens.loss_mask(sample.index).to(torch.int64)
+            return self._tokens.loss_mask(sample.index)
         rows = self._block(sample.place.block).read_rows(key, sample.place.start, sample.place.stop)
         cast = rows.to(self._dtype)
         if cast is not rows and not bool(torch.isfinite(cast).all()):
@@ -95,6 +102,14 @@ class _Source:
                 f"{self._dtype_name}: use cache.dtype: bf16 or fp32"
             )
         return cast
+
+    def counts(self, samples: Sequence[PlacedSample]) -> dict[str, int]:
+        """Return samples, tokens and supervised tokens of a shard."""
+        return {
+            "samples": len(samples),
+            "tokens": sum(sample.num_tokens for sample in samples),
+            "supervised_tokens": sum(int(self._tokens.loss_mask(sample.index).sum()) for sample in samples),
+        }
 
     def _overflowing(self, key: str, rows: torch.Tensor, cast: torch.Tensor) -> str:
         """Name the first state that is too large, and its largest value."""
@@ -160,30 +175,54 @@ def publish_cache(captured: Captured, settings: Settings, path: Path, make_progr
 
 def _publish(captured: Captured, settings: CacheSettings, path: Path, make_progress: Callable[[int], Progress]) -> None:
     tokens, ledger = captured.tokens, captured.ledger
-    samples = _placed_samples(tokens, ledger)
-    _check_shard_count(len(samples), settings.shard_size)
-    manifest = build_manifest(tokens, ledger, settings, num_samples=len(samples))
+    shards = cut_shards(placed_samples(tokens, ledger), ledger, settings)
+    manifest = build_manifest(tokens, ledger, settings, [len(shard) for shard in shards])
     specs = sample_specs(manifest)
     source = _Source(captured, settings.dtype)
-    total = len(samples) * sum(spec.num_bytes for spec in _stacked(specs, 1).values())
+    total = sum(_shard_bytes(shard, specs, settings) for shard in shards)
     with put_folder(path) as folder, make_progress(total) as progress:
         write_manifest(folder, {**manifest, "complete": False})
-        files = {}
-        for shard in range(num_shards(len(samples), settings.shard_size)):
-            part = samples[shard * settings.shard_size : (shard + 1) * settings.shard_size]
-            files[shard_name(shard)] = _write_shard(folder / shard_name(shard), part, specs, source, progress)
+        files: dict[str, dict[str, Any]] = {}
+        write = _write_padded if settings.layout == "padded" else _write_ragged
+        for number, shard in enumerate(shards):
+            files |= write(folder, number, shard, (specs, source, progress))
         files[TARGET_WEIGHTS_NAME] = _write_weights(folder / TARGET_WEIGHTS_NAME, captured, settings)
-        final = dump_json({**manifest, "complete": True, "format_version": DSPARK_FORMAT_VERSION}).encode()
+        final = dump_json({**manifest, "complete": True, "format_version": version_of(manifest)}).encode()
         files[MANIFEST_NAME] = {"bytes": len(final), "sha256": hashlib.sha256(final).hexdigest()}
-        put_json(folder / PROVENANCE_NAME, provenance(tokens, ledger, files))
+        put_json(folder / PROVENANCE_NAME, provenance(captured, settings, files))
         write_manifest(folder, {**manifest, "complete": True})
 
 
-def _placed_samples(tokens: Tokens, ledger: Ledger) -> list[PlacedSample]:
+def placed_samples(tokens: Tokens, ledger: Ledger) -> list[PlacedSample]:
     """Find the states of every sample that was not dropped, in order."""
     lengths = [tokens.length(index) for index in range(len(tokens))]
     places = place_samples(ledger, tokens.keys(), lengths)
     return [PlacedSample(index=index, place=place) for index, place in enumerate(places) if place is not None]
+
+
+def cut_shards(samples: Sequence[PlacedSample], ledger: Ledger, settings: CacheSettings) -> list[list[PlacedSample]]:
+    """Cut samples into shards: padded ones by number, ragged ones greedily by the bytes of their states.
+
+    Raises:
+        SettingsError: More shards than names of six digits.
+    """
+    if settings.layout == "padded":
+        _check_shard_count(len(samples), settings.shard_size)
+        step = settings.shard_size
+        return [list(samples[start : start + step]) for start in range(0, len(samples), step)]
+    row_bytes = ledger.hidden_size * (len(ledger.layer_ids) + 1) * DTYPE_MAP[settings.dtype].itemsize
+    shards: list[list[PlacedSample]] = []
+    size = 0
+    for sample in samples:
+        num_bytes = sample.num_tokens * row_bytes
+        if not shards or size + num_bytes > settings.shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(sample)
+        size += num_bytes
+    if len(shards) > MAX_SHARDS:
+        raise SettingsError(f"cache.shard_bytes: {len(shards)} shards, more than the {MAX_SHARDS} names: raise it")
+    return shards
 
 
 def _check_shard_count(num_samples: int, shard_size: int) -> None:
@@ -194,16 +233,23 @@ def _check_shard_count(num_samples: int, shard_size: int) -> None:
         )
 
 
-def build_manifest(tokens: Tokens, ledger: Ledger, settings: CacheSettings, *, num_samples: int) -> dict[str, Any]:
-    """Return the manifest of the cache, without its `complete` marker."""
+def build_manifest(tokens: Tokens, ledger: Ledger, settings: CacheSettings, shard_samples: list[int]) -> dict[str, Any]:
+    """Return the manifest of the cache, without its `complete` marker.
+
+    Args:
+        tokens: The samples.
+        ledger: What was captured.
+        settings: Section `cache`.
+        shard_samples: Samples of each shard.
+    """
     made_from = tokens.identity
-    return build_cache_manifest(
+    manifest = build_cache_manifest(
         target_model=ledger.target_model,
         target_model_type=ledger.target_model_type,
         target_text_config=ledger,
         seq_length=tokens.seq_length,
         dtype=settings.dtype,
-        num_samples=num_samples,
+        num_samples=sum(shard_samples),
         shard_size=settings.shard_size,
         target_layer_ids=ledger.layer_ids,
         train_data_path=made_from["train_data_path"],
@@ -213,35 +259,66 @@ def build_manifest(tokens: Tokens, ledger: Ledger, settings: CacheSettings, *, n
         chat_template_sha256=made_from["chat_template_sha256"],
         mask_generation_prompt=made_from["mask_generation_prompt"],
     )
+    if settings.layout == "padded":
+        return manifest
+    return ragged_manifest(manifest, pad_token_id=tokens.pad_token_id, shard_samples=shard_samples)
 
 
 def _stacked(specs: dict[str, TensorSpec], rows: int) -> dict[str, TensorSpec]:
     return {key: TensorSpec(dtype=spec.dtype, shape=(rows, *spec.shape)) for key, spec in specs.items()}
 
 
-def _write_shard(
-    path: Path, samples: Sequence[PlacedSample], specs: dict[str, TensorSpec], source: _Source, progress: Progress
-) -> dict[str, Any]:
-    """Write one padded shard and return its entry in provenance.json."""
-    tokens = supervised = 0
+_Tools = tuple[dict[str, TensorSpec], _Source, "Progress"]
+"""Dtype and shape of a padded sample's tensors, where its rows come from, and who is told of written bytes."""
+
+
+def _shard_bytes(samples: Sequence[PlacedSample], specs: dict[str, TensorSpec], settings: CacheSettings) -> int:
+    """Return the bytes of a shard's tensors that progress counts: padding too, offsets not."""
+    if settings.layout == "padded":
+        return len(samples) * sum(spec.num_bytes for spec in specs.values())
+    tokens = sum(sample.num_tokens for sample in samples)
+    return tokens * (specs[HIDDEN].row_bytes + specs[LAST_HIDDEN].row_bytes)
+
+
+def _write_padded(folder: Path, number: int, samples: Sequence[PlacedSample], tools: _Tools) -> dict[str, Any]:
+    """Write one padded shard; return its file's entry in provenance.json."""
+    specs, source, progress = tools
+    path = folder / shard_name(number)
     with put_file(path) as temporary, ShardWriter(temporary, _stacked(specs, len(samples))) as writer:
         for key, spec in specs.items():
             for sample in samples:
-                rows = source.rows(key, sample)
-                writer.append_bytes(key, rows)
-                _pad(writer, key, spec, len(rows), source.pad_token_id)
+                writer.append_bytes(key, source.rows(key, sample).to(spec.dtype))
+                _pad(writer, key, spec, sample.num_tokens, source.pad_token_id)
                 progress.advance(spec.num_bytes)
-                if key == LOSS_MASK:
-                    tokens += len(rows)
-                    supervised += int(rows.sum())
         digest = writer.finish()
-    return {
-        "bytes": path.stat().st_size,
-        "sha256": digest,
-        "samples": len(samples),
-        "tokens": tokens,
-        "supervised_tokens": supervised,
+    return {path.name: {**_entry(path, digest), **source.counts(samples)}}
+
+
+def _write_ragged(folder: Path, number: int, samples: Sequence[PlacedSample], tools: _Tools) -> dict[str, Any]:
+    """Write the two files of one ragged shard; return their entries in provenance.json."""
+    specs, source, progress = tools
+    lengths = [sample.num_tokens for sample in samples]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    parts = {
+        folder / shard_name(number): feature_specs(sum(lengths), len(samples), specs),
+        folder / samples_name(number): samples_specs(sum(lengths), len(samples)),
     }
+    entries = {}
+    for path, tensors in parts.items():
+        with put_file(path) as temporary, ShardWriter(temporary, tensors) as writer:
+            for key, spec in tensors.items():
+                for sample in samples if key != SAMPLE_OFFSETS else ():
+                    writer.append(key, source.rows(key, sample))
+                    progress.advance(sample.num_tokens * spec.row_bytes if key in (HIDDEN, LAST_HIDDEN) else 0)
+            writer.append(SAMPLE_OFFSETS, offsets)
+            entries[path.name] = _entry(path, writer.finish(), temporary)
+    entries[shard_name(number)] |= source.counts(samples)
+    return entries
+
+
+def _entry(path: Path, digest: str, written: Path | None = None) -> dict[str, Any]:
+    """Return size and digest of a file, at `written` while it is not in place yet."""
+    return {"bytes": (written or path).stat().st_size, "sha256": digest}
 
 
 def _pad(writer: ShardWriter, key: str, spec: TensorSpec, length: int, pad_token_id: int) -> None:
@@ -254,23 +331,25 @@ def _pad(writer: ShardWriter, key: str, spec: TensorSpec, length: int, pad_token
 
 
 def _write_weights(path: Path, captured: Captured, settings: CacheSettings) -> dict[str, Any]:
-    """Write embedding and lm_head in the cache's dtype; tied ones are under both names, as format 1 asks for."""
+    """Write embedding and lm_head in the cache's dtype; tied ones under both names in format 1, once in format 2."""
     ledger = captured.ledger
     file = ShardFile(captured.store.folder / WEIGHTS_NAME)
     spec = TensorSpec(dtype=DTYPE_MAP[ledger.compute_dtype], shape=(ledger.vocab_size, ledger.hidden_size))
     file.expect({EMBED_KEY: spec}, exactly=False)
     embed = file.read_rows(EMBED_KEY, 0, spec.shape[0])
     head = file.read_rows(LM_HEAD_KEY, 0, spec.shape[0]) if LM_HEAD_KEY in file.places else embed
-    digest = put_target_weights(path, embed, head, DTYPE_MAP[settings.dtype])
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    tied_once = settings.layout == "ragged"
+    digest = put_target_weights(path, embed, head, DTYPE_MAP[settings.dtype], tied_once=tied_once)
+    return _entry(path, digest)
 
 
-def provenance(tokens: Tokens, ledger: Ledger, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def provenance(captured: Captured, settings: CacheSettings, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return what provenance.json holds: what the cache was made from, and the digest of each file."""
+    tokens, ledger = captured.tokens, captured.ledger
     counts = ("num_samples", "num_tokens", "supervised_tokens", "truncated_samples", "unsupervised_samples")
     return {
         "provenance_version": 1,
-        "layout": "padded",
+        "layout": settings.layout,
         "shards_version": STAGE_VERSIONS["shards"],
         "pad_token_id": tokens.pad_token_id,
         "tokens": {key: value for key, value in tokens.identity.items() if key not in counts},

@@ -10,7 +10,9 @@ from __future__ import annotations
 import operator
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +23,13 @@ from dspark_cache.errors import CacheFormatError
 from dspark_cache.identity import ensure_expected
 from dspark_cache.manifest import (
     PathLike,
+    is_ragged,
     manifest_path,
     read_manifest,
     read_offline_manifest,
     require_fields,
 )
+from dspark_cache.ragged import RaggedShape, RaggedShard
 from dspark_cache.schema import (
     CACHE_KEYS,
     DSPARK_FORMAT_VERSION,
@@ -56,7 +60,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
     Attributes:
         manifest: The checked manifest.
         num_samples: Samples in the cache.
-        shard_size: Samples of every shard but the last.
+        shard_size: Samples of every shard but the last; of a ragged cache, of its largest shard.
     """
 
     def __init__(
@@ -87,13 +91,10 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         self.cache_dir = str(cache_dir)
         self.disk_keys = tuple(disk_keys)
         self.manifest = self._read_manifest(cache_name, format_version)
-        require_fields(self.manifest, ("num_samples", "shard_size"), name=manifest_path(cache_dir))
-        self.num_samples: int = self.manifest["num_samples"]
-        self.shard_size: int = self.manifest["shard_size"]
         self._max_open_files = max_open_files
-        self._open_handles: OrderedDict[int, ShardFile] = OrderedDict()
+        self._open_handles: OrderedDict[int, Any] = OrderedDict()
         self._renew_lock()
-        self._shard_indices = validate_contiguous_shards(cache_dir, cache_name, self.num_samples, self.shard_size)
+        self._shard_indices = self._find_shards(cache_name)
         self._check_headers()
 
     def __len__(self) -> int:
@@ -111,8 +112,19 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         position = operator.index(index)
         if not -self.num_samples <= position < self.num_samples:
             raise IndexError(f"sample {position} of a cache of {self.num_samples}")
-        shard, row = divmod(position % self.num_samples, self.shard_size)
-        file = self._handle(shard)
+        shard, row = self._locate(position % self.num_samples)
+        return self._read(self._handle(shard), row)
+
+    def shard_of(self, index: int) -> int:
+        """Return the shard that holds sample `index` (0..len-1)."""
+        return self._locate(index)[0]
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        """Return shard and row of a sample."""
+        return divmod(position, self.shard_size)
+
+    def _read(self, file: Any, row: int) -> dict[str, torch.Tensor]:
+        """Read one sample of an open shard."""
         return {key: file.read_rows(key, row, row + 1)[0] for key in self.disk_keys}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +144,14 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
     def _read_manifest(self, cache_name: str, format_version: int) -> dict[str, Any]:
         return read_offline_manifest(self.cache_dir, cache_name, format_version)
 
-    def _handle(self, shard_index: int) -> ShardFile:
+    def _find_shards(self, cache_name: str) -> list[int]:
+        """Take the sizes from the manifest and check the names of the shards."""
+        require_fields(self.manifest, ("num_samples", "shard_size"), name=manifest_path(self.cache_dir))
+        self.num_samples: int = self.manifest["num_samples"]
+        self.shard_size: int = self.manifest["shard_size"]
+        return validate_contiguous_shards(self.cache_dir, cache_name, self.num_samples, self.shard_size)
+
+    def _handle(self, shard_index: int) -> Any:
         """Return the open shard, opening and checking it if need be; the least recently used one goes."""
         if self._lock_owner != os.getpid():
             # A forked process may have inherited the lock from a thread that it does not have.
@@ -147,7 +166,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             self._open_handles.move_to_end(shard_index)
             return file
 
-    def _open(self, shard_index: int) -> ShardFile:
+    def _open(self, shard_index: int) -> Any:
         """Open a shard and compare its header with what every shard of this cache must have."""
         file = ShardFile(Path(shard_path(self.cache_dir, shard_index)))
         rows = shard_rows(self.num_samples, self.shard_size, shard_index)
@@ -221,6 +240,32 @@ class CachedDSparkDataset(CachedTensorDataset):
         if any(field not in self.manifest for field in _SPEC_FIELDS):
             return {}
         return sample_specs(self.manifest)
+
+    def _find_shards(self, cache_name: str) -> list[int]:
+        if not is_ragged(self.manifest):
+            return super()._find_shards(cache_name)
+        counts = self.manifest["shard_samples"]
+        self.num_samples = self.manifest["num_samples"]
+        self.shard_size = max(counts, default=1)
+        self._starts = [0, *accumulate(counts)]
+        return validate_contiguous_shards(self.cache_dir, cache_name, len(counts), 1)
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        if not is_ragged(self.manifest):
+            return super()._locate(position)
+        shard = bisect_right(self._starts, position) - 1
+        return shard, position - self._starts[shard]
+
+    def _open(self, shard_index: int) -> Any:
+        if not is_ragged(self.manifest):
+            return super()._open(shard_index)
+        shape = RaggedShape(sample=self._sample_specs, pad_token_id=self.manifest["pad_token_id"])
+        return RaggedShard(self.cache_dir, shard_index, self.manifest["shard_samples"][shard_index], shape)
+
+    def _read(self, file: Any, row: int) -> dict[str, torch.Tensor]:
+        if isinstance(file, RaggedShard):
+            return file.read(row)
+        return super()._read(file, row)
 
 
 def sample_specs(manifest: Mapping[str, Any]) -> dict[str, TensorSpec]:

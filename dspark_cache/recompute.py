@@ -206,7 +206,7 @@ def compare_recomputed(
     findings: list[Finding] = []
     worst: dict[str, float] = {}
     for index, expected in recomputed.items():
-        file = shard_name(index // dataset.shard_size)
+        file = shard_name(dataset.shard_of(index))
         for state, differences in _differences(dataset, index, expected, head_weight, layer_ids).items():
             limit = tolerance(compute_dtype, dataset.manifest["dtype"], state)
             largest = float(differences.max())

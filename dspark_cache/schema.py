@@ -30,6 +30,9 @@ LM_HEAD_KEY: Final = "lm_head.weight"
 
 DSPARK_NAME: Final = "DSpark"
 DSPARK_FORMAT_VERSION: Final = 1
+"""Padded: every sample has S positions in its shard. NeMo AutoModel reads and writes it."""
+RAGGED_FORMAT_VERSION: Final = 2
+"""Ragged: a shard holds real tokens only; another number, so that readers of version 1 refuse it."""
 DSPARK_PRODUCER: Final = "dvc repro"
 
 INPUT_IDS: Final = "input_ids"

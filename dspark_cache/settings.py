@@ -78,11 +78,12 @@ class TargetSettings:
 class CacheSettings:
     """Section `cache`: the published form."""
 
-    layout: str = _one_of("padded", "padded")
+    layout: str = _one_of("padded", "padded", "ragged")
     dtype: str = _one_of("bf16", *DTYPE_MAP)
     shard_size: int = _at_least(16, 1)
-    """Samples a shard."""
+    """Samples a shard of the padded layout."""
     shard_bytes: int = _at_least(2147483648, 1)
+    """Size at which a shard of the ragged layout is full; a sample larger than that has one of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from dspark_cache.errors import CacheFormatError
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
+from dspark_cache.manifest import is_ragged, read_manifest
 from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, TARGET_WEIGHTS_NAME
 from dspark_cache.shard_file import ShardFile, write_tensors
 
@@ -26,12 +27,18 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.detach().to(device="cpu", dtype=dtype).contiguous()
 
 
-def put_target_weights(path: Path, embed_tokens: torch.Tensor, lm_head: torch.Tensor, dtype: torch.dtype) -> str:
-    """Put a file with both weights [V, H], cast to `dtype`, in place; return its sha256."""
+def put_target_weights(
+    path: Path, embed_tokens: torch.Tensor, lm_head: torch.Tensor, dtype: torch.dtype, *, tied_once: bool = False
+) -> str:
+    """Put a file with both weights [V, H], cast to `dtype`, in place; return its sha256.
+
+    Tied weights, the same tensor, are under both names, which format version 1 asks for, or only once.
+    """
     embed = _cast(embed_tokens, dtype)
     head = embed if lm_head is embed_tokens else _cast(lm_head, dtype)
+    tensors = {EMBED_KEY: embed} if tied_once and head is embed else {EMBED_KEY: embed, LM_HEAD_KEY: head}
     with put_file(path) as temporary:
-        return write_tensors(temporary, {EMBED_KEY: embed, LM_HEAD_KEY: head})
+        return write_tensors(temporary, tensors)
 
 
 def write_target_weights(
@@ -60,15 +67,28 @@ def _weight(module: torch.nn.Module) -> torch.Tensor:
 def read_target_weight_modules(cache_dir: PathLike) -> tuple[SimpleNamespace, SimpleNamespace]:
     """Load the weights; return two objects with a `.weight` [V, H] each: embedding and lm_head.
 
+    Tied weights of a ragged cache, stored once, are the same object twice.
+
     Raises:
         CacheNotFoundError: There is no such file.
         CacheFormatError: Truncated, malformed, keys missing, or shapes that do not fit each other.
     """
     file = ShardFile(Path(target_weights_path(cache_dir)))
-    file.require((EMBED_KEY, LM_HEAD_KEY))
-    specs = [file.places[key].spec for key in (EMBED_KEY, LM_HEAD_KEY)]
+    is_tied = LM_HEAD_KEY not in file.places and _stores_tied_weights_once(cache_dir)
+    keys = (EMBED_KEY, EMBED_KEY) if is_tied else (EMBED_KEY, LM_HEAD_KEY)
+    file.require(keys)
+    specs = [file.places[key].spec for key in keys]
     if specs[0] != specs[1] or len(specs[0].shape) != 2:
         raise CacheFormatError(f"{file.name}: expected two weights [V, H] of one dtype, found {specs[0]}, {specs[1]}")
-    rows = specs[0].shape[0]
-    embed, head = (SimpleNamespace(weight=file.read_rows(key, 0, rows)) for key in (EMBED_KEY, LM_HEAD_KEY))
-    return embed, head
+    embed = SimpleNamespace(weight=file.read_rows(EMBED_KEY, 0, specs[0].shape[0]))
+    if is_tied:
+        return embed, embed
+    return embed, SimpleNamespace(weight=file.read_rows(LM_HEAD_KEY, 0, specs[1].shape[0]))
+
+
+def _stores_tied_weights_once(cache_dir: PathLike) -> bool:
+    """Say whether the cache is of format version 2; without a manifest it is not."""
+    try:
+        return is_ragged(read_manifest(cache_dir, allow_incomplete=True))
+    except CacheNotFoundError:
+        return False

@@ -14,7 +14,8 @@ import torch
 
 from dspark_cache.errors import DsparkCacheError
 from dspark_cache.files import file_digest
-from dspark_cache.manifest import DSPARK_FIELDS, read_manifest, require_fields
+from dspark_cache.manifest import dspark_fields, is_ragged, read_manifest, require_fields
+from dspark_cache.ragged import RaggedShape, RaggedShard, samples_name
 from dspark_cache.reader import CachedDSparkDataset, sample_specs
 from dspark_cache.schema import (
     DTYPE_MAP,
@@ -75,16 +76,25 @@ class CacheFolder:
         """
         self.path = path
         self.manifest = read_manifest(path)
-        require_fields(self.manifest, tuple(DSPARK_FIELDS), name=str(path / MANIFEST_NAME))
+        require_fields(self.manifest, tuple(dspark_fields(self.manifest)), name=str(path / MANIFEST_NAME))
         self.provenance: dict[str, Any] | None = None
         if (path / PROVENANCE_NAME).exists():
             self.provenance = read_json_object(path / PROVENANCE_NAME)
 
     @property
+    def shard_samples(self) -> list[int]:
+        """Samples of each shard."""
+        if is_ragged(self.manifest):
+            return list(self.manifest["shard_samples"])
+        num_samples, shard_size = self.manifest["num_samples"], self.manifest["shard_size"]
+        return [shard_rows(num_samples, shard_size, index) for index in range(num_shards(num_samples, shard_size))]
+
+    @property
     def shard_names(self) -> list[str]:
-        """Names of the shards that the manifest asks for."""
-        count = num_shards(self.manifest["num_samples"], self.manifest["shard_size"])
-        return [shard_name(index) for index in range(count)]
+        """Names of the files with samples that the manifest asks for."""
+        indices = range(len(self.shard_samples))
+        names = [shard_name(index) for index in indices]
+        return names + [samples_name(index) for index in indices] if is_ragged(self.manifest) else names
 
     def recorded(self, name: str) -> dict[str, Any]:
         """Return what provenance.json records of a file, or nothing."""
@@ -119,15 +129,36 @@ def check_headers(cache: CacheFolder) -> Iterator[Finding]:
     """Check keys, dtypes, shapes and rows of every file against the manifest."""
     manifest = cache.manifest
     specs = sample_specs(manifest)
-    for index, name in enumerate(cache.shard_names):
-        rows = shard_rows(manifest["num_samples"], manifest["shard_size"], index)
+    for index, rows in enumerate(cache.shard_samples):
+        if is_ragged(manifest):
+            yield from _ragged_findings(cache, index, rows)
+            continue
         stacked = {key: TensorSpec(dtype=spec.dtype, shape=(rows, *spec.shape)) for key, spec in specs.items()}
-        yield from _header_findings(cache.path / name, stacked)
+        yield from _header_findings(cache.path / shard_name(index), stacked)
     weight = TensorSpec(
         dtype=DTYPE_MAP[manifest["dtype"]],
         shape=(manifest["target_vocab_size"], manifest["hidden_size"]),
     )
-    yield from _header_findings(cache.path / TARGET_WEIGHTS_NAME, {EMBED_KEY: weight, LM_HEAD_KEY: weight})
+    weights = {EMBED_KEY: weight, LM_HEAD_KEY: weight}
+    if is_ragged(manifest) and LM_HEAD_KEY not in _keys(cache.path / TARGET_WEIGHTS_NAME):
+        del weights[LM_HEAD_KEY]  # tied
+    yield from _header_findings(cache.path / TARGET_WEIGHTS_NAME, weights)
+
+
+def _keys(path: Path) -> set[str]:
+    """Return the keys of a file; of one that cannot be read, all that are asked for."""
+    try:
+        return set(ShardFile(path).places)
+    except (DsparkCacheError, OSError):
+        return {EMBED_KEY, LM_HEAD_KEY}
+
+
+def _ragged_findings(cache: CacheFolder, index: int, rows: int) -> Iterator[Finding]:
+    shape = RaggedShape(sample=sample_specs(cache.manifest), pad_token_id=cache.manifest["pad_token_id"])
+    try:
+        RaggedShard(cache.path, index, rows, shape)
+    except (DsparkCacheError, OSError) as error:
+        yield Finding(level="headers", file=shard_name(index), message=str(error))
 
 
 def _header_findings(path: Path, specs: dict[str, TensorSpec]) -> Iterator[Finding]:
@@ -198,7 +229,7 @@ def check_values(
     pad = (cache.provenance or {}).get("pad_token_id")
     for index in range(len(dataset)):
         sample = dataset[index]
-        name = shard_name(index // dataset.shard_size)
+        name = shard_name(dataset.shard_of(index))
         length = _real_length(sample) if expected is None else len(expected(index)[0])
         supervision.add(sample[LOSS_MASK], length)
         faults = _range_faults(sample, length, cache.manifest["target_vocab_size"], pad)

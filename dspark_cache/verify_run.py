@@ -10,8 +10,8 @@ from dspark_cache.capture_run import capture_identity
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
 from dspark_cache.forward import pick_device
 from dspark_cache.identity import manifest_differences
-from dspark_cache.ledger import Ledger, place_samples, read_ledger
-from dspark_cache.publish import build_manifest
+from dspark_cache.ledger import Ledger, read_ledger
+from dspark_cache.publish import build_manifest, cut_shards, placed_samples
 from dspark_cache.reader import CachedDSparkDataset
 from dspark_cache.recompute import (
     Recomputed,
@@ -49,8 +49,10 @@ def verify_stage(stage: StageContext) -> Report:
     cache = CacheFolder(stage.root / CACHE_PATH)
     keys = tokens.keys()
     lengths = [tokens.length(index) for index in range(len(tokens))]
-    kept = [index for index, place in enumerate(place_samples(ledger, keys, lengths)) if place is not None]
-    expected = build_manifest(tokens, ledger, stage.settings.cache, num_samples=len(kept))
+    samples = placed_samples(tokens, ledger)
+    kept = [sample.index for sample in samples]
+    shards = cut_shards(samples, ledger, stage.settings.cache)
+    expected = build_manifest(tokens, ledger, stage.settings.cache, [len(shard) for shard in shards])
     report = verify_cache(cache, settings.level, tokens=tokens, kept=kept)
     report.findings += [
         Finding(level="files", file=MANIFEST_NAME, message=f"{line} in tokens/, features.json and params.yaml")

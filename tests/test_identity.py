@@ -11,7 +11,7 @@ import pytest
 
 from dspark_cache import CachedDSparkDataset, CacheFormatError, SettingsError, build_cached_dspark_dataloader
 from dspark_cache.identity import IDENTITY_SOURCES, VERBATIM, ensure_expected, expected_of_params, manifest_differences
-from dspark_cache.manifest import DSPARK_FIELDS
+from dspark_cache.manifest import DSPARK_FIELDS, RAGGED_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def test_every_identity_field_has_a_source() -> None:
-    assert set(IDENTITY_SOURCES) == set(DSPARK_FIELDS) - {"complete"}
+    assert set(IDENTITY_SOURCES) == set(DSPARK_FIELDS | RAGGED_FIELDS) - {"complete"}
     assert all(IDENTITY_SOURCES.values())
     assert all(param in IDENTITY_SOURCES[field] for field, param in VERBATIM.items())
 

@@ -20,6 +20,7 @@ FLOW = [
     "shards",
     "produce",
     "target_weights",
+    "ragged",
     "identity",
     "reader",
     "loaders",

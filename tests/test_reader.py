@@ -301,7 +301,7 @@ DOCTORED: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"shard-000000.safetensors: target_hidden_states: expected BF16\[2, 8, 12\], found BF16\[2, 8, 8\]$",
     ),
     "manifest incomplete": (lambda f: set_manifest(f, complete=False), r" is incomplete: "),
-    "manifest of another version": (lambda f: set_manifest(f, format_version=2), r"format_version is 2, this reader "),
+    "manifest of another version": (lambda f: set_manifest(f, format_version=3), r"format_version is 3, this reader "),
     "manifest of a wrong type": (lambda f: set_manifest(f, shard_size="2"), r"shard_size: expected an integer from 1 "),
 }
 
