@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,11 @@ import pytest
 # models are faster on one thread, and a capture refuses to go on with another number of threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# dvc keeps its hands off the user's own folders.
+os.environ["DVC_NO_ANALYTICS"] = "1"
+for _name in ("SITE_CACHE", "GLOBAL_CONFIG", "SYSTEM_CONFIG"):
+    os.environ[f"DVC_{_name}_DIR"] = tempfile.mkdtemp(prefix="dvc-")
 
 import torch
 

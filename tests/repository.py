@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -64,11 +63,8 @@ class Repository:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def environment(self, **more: str) -> dict[str, str]:
-        private = self.root.parent / f"{self.root.name}-private"
-        private.mkdir(exist_ok=True)
-        folders = {f"DVC_{name}_DIR": str(private / name) for name in ("SITE_CACHE", "GLOBAL_CONFIG", "SYSTEM_CONFIG")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return {**os.environ, **folders, "DVC_NO_ANALYTICS": "1", "HF_HUB_OFFLINE": "1", "PATH": path, **more}
+        return {**os.environ, "PATH": path, **more}
 
     def dvc(self, *arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -86,8 +82,14 @@ class Repository:
         subprocess.run(["git", *arguments], cwd=self.root, env=self.environment(), check=True, capture_output=True)
 
     def stale_stages(self) -> list[str]:
-        """Return the stages whose own inputs or params differ from dvc.lock, as dvc sees it."""
-        status = json.loads(self.dvc("status", "--json").stdout)
+        """Return the stages whose own inputs or params differ from dvc.lock, as dvc sees it.
+
+        Asks dvc in this process, as its command line does: starting it would take most of the time.
+        """
+        from dvc.repo import Repo
+
+        with contextlib.chdir(self.root), Repo() as repo:
+            status = repo.status()
         return [name for name in STAGES if any(change for change in status.get(name, []) if not _only_upstream(change))]
 
     def digests(self, *names: str) -> dict[str, str]:

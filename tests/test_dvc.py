@@ -183,7 +183,7 @@ def test_a_changed_weight_captures_anew_and_going_back_restores_without_capturin
 
 
 def test_changed_masks_and_cache_settings_load_no_target_for_capture(repository: Repository) -> None:
-    before, blocks = repository.digests(), repository.blocks()
+    blocks = repository.blocks()
     repository.set_params(cache={"dtype": "fp32", "shard_size": 5})
     done = repository.dvc("repro")
     assert ran(done.stdout) == ["shards", "verify"]
@@ -193,9 +193,6 @@ def test_changed_masks_and_cache_settings_load_no_target_for_capture(repository:
     assert ran(done.stdout) == ["tokenize", "capture", "shards", "verify"]
     assert "on cpu" not in done.stdout + done.stderr
     assert repository.blocks() == blocks
-    repository.set_params(data={"mask_generation_prompt": False, "min_loss_tokens": 0}, cache={"shard_size": 16})
-    repository.dvc("repro")
-    assert repository.digests() == before
 
 
 def test_capture_killed_in_the_middle_goes_on_under_repro_with_the_same_bytes(

@@ -15,7 +15,7 @@ from dspark_cache import CachedDSparkDataset
 from dspark_cache.capture_run import IDENTITY_EXEMPT_KEYS, IDENTITY_KEYS
 from dspark_cache.errors import DsparkCacheError, InputError, SettingsError, VerificationError
 from dspark_cache.settings import TargetSettings
-from tests.repository import OUTPUTS, Repository, make_repository
+from tests.repository import GOLDEN, OUTPUTS, Repository, make_repository
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -357,3 +357,10 @@ def test_a_relabelled_cache_is_refused(repository: Repository) -> None:
     with pytest.raises(VerificationError, match=r"target_layer_ids: expected \[1, 3\], found \[2, 3\]"):
         repository.run("verify")
     assert json.loads((repository.root / "reports/verify.json").read_text())["num_findings"] > 0
+
+
+def test_a_cache_of_a_foreign_tokenizer_is_refused(repository: Repository) -> None:
+    shutil.copy(GOLDEN / "models/qwen3-tiny/tokenizer.json", repository.root / "inputs/target/tokenizer.json")
+    repository.run("tokenize", "capture")
+    with pytest.raises(VerificationError, match=r"\[values\] .* sample 0: input_ids are not those"):
+        repository.run("verify")
