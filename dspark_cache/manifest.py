@@ -47,7 +47,8 @@ class TextConfig(Protocol):
         """Decoder layers."""
 
 
-MAX_MANIFEST_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 24
+"""A ragged cache of a million shards has a line for each."""
 MAX_SHARDS = 1_000_000
 """Shard names have six digits."""
 MAX_SAMPLES = 1 << 48

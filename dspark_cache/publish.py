@@ -185,7 +185,7 @@ def _publish(captured: Captured, settings: CacheSettings, path: Path, make_progr
         files: dict[str, dict[str, Any]] = {}
         write = _write_padded if settings.layout == "padded" else _write_ragged
         for number, shard in enumerate(shards):
-            files |= write(folder, number, shard, (specs, source, progress))
+            files |= write(folder, number, shard, _Job(specs=specs, source=source, progress=progress))
         files[TARGET_WEIGHTS_NAME] = _write_weights(folder / TARGET_WEIGHTS_NAME, captured, settings)
         final = dump_json({**manifest, "complete": True, "format_version": version_of(manifest)}).encode()
         files[MANIFEST_NAME] = {"bytes": len(final), "sha256": hashlib.sha256(final).hexdigest()}
@@ -268,8 +268,19 @@ def _stacked(specs: dict[str, TensorSpec], rows: int) -> dict[str, TensorSpec]:
     return {key: TensorSpec(dtype=spec.dtype, shape=(rows, *spec.shape)) for key, spec in specs.items()}
 
 
-_Tools = tuple[dict[str, TensorSpec], _Source, "Progress"]
-"""Dtype and shape of a padded sample's tensors, where its rows come from, and who is told of written bytes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What the shards of one cache have in common.
+
+    Attributes:
+        specs: Dtype and shape of a padded sample's tensors.
+        source: Where rows come from.
+        progress: Told of written bytes.
+    """
+
+    specs: dict[str, TensorSpec]
+    source: _Source
+    progress: Progress
 
 
 def _shard_bytes(samples: Sequence[PlacedSample], specs: dict[str, TensorSpec], settings: CacheSettings) -> int:
@@ -280,27 +291,25 @@ def _shard_bytes(samples: Sequence[PlacedSample], specs: dict[str, TensorSpec], 
     return tokens * (specs[HIDDEN].row_bytes + specs[LAST_HIDDEN].row_bytes)
 
 
-def _write_padded(folder: Path, number: int, samples: Sequence[PlacedSample], tools: _Tools) -> dict[str, Any]:
+def _write_padded(folder: Path, number: int, samples: Sequence[PlacedSample], job: _Job) -> dict[str, Any]:
     """Write one padded shard; return its file's entry in provenance.json."""
-    specs, source, progress = tools
     path = folder / shard_name(number)
-    with put_file(path) as temporary, ShardWriter(temporary, _stacked(specs, len(samples))) as writer:
-        for key, spec in specs.items():
+    with put_file(path) as temporary, ShardWriter(temporary, _stacked(job.specs, len(samples))) as writer:
+        for key, spec in job.specs.items():
             for sample in samples:
-                writer.append_bytes(key, source.rows(key, sample).to(spec.dtype))
-                _pad(writer, key, spec, sample.num_tokens, source.pad_token_id)
-                progress.advance(spec.num_bytes)
+                writer.append_bytes(key, job.source.rows(key, sample).to(spec.dtype))
+                _pad(writer, key, spec, sample.num_tokens, job.source.pad_token_id)
+                job.progress.advance(spec.num_bytes)
         digest = writer.finish()
-    return {path.name: {**_entry(path, digest), **source.counts(samples)}}
+    return {path.name: {**_entry(path, digest), **job.source.counts(samples)}}
 
 
-def _write_ragged(folder: Path, number: int, samples: Sequence[PlacedSample], tools: _Tools) -> dict[str, Any]:
+def _write_ragged(folder: Path, number: int, samples: Sequence[PlacedSample], job: _Job) -> dict[str, Any]:
     """Write the two files of one ragged shard; return their entries in provenance.json."""
-    specs, source, progress = tools
     lengths = [sample.num_tokens for sample in samples]
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     parts = {
-        folder / shard_name(number): feature_specs(sum(lengths), len(samples), specs),
+        folder / shard_name(number): feature_specs(sum(lengths), len(samples), job.specs),
         folder / samples_name(number): samples_specs(sum(lengths), len(samples)),
     }
     entries = {}
@@ -308,11 +317,11 @@ def _write_ragged(folder: Path, number: int, samples: Sequence[PlacedSample], to
         with put_file(path) as temporary, ShardWriter(temporary, tensors) as writer:
             for key, spec in tensors.items():
                 for sample in samples if key != SAMPLE_OFFSETS else ():
-                    writer.append(key, source.rows(key, sample))
-                    progress.advance(sample.num_tokens * spec.row_bytes if key in (HIDDEN, LAST_HIDDEN) else 0)
+                    writer.append(key, job.source.rows(key, sample))
+                    job.progress.advance(sample.num_tokens * spec.row_bytes if key in (HIDDEN, LAST_HIDDEN) else 0)
             writer.append(SAMPLE_OFFSETS, offsets)
             entries[path.name] = _entry(path, writer.finish(), temporary)
-    entries[shard_name(number)] |= source.counts(samples)
+    entries[shard_name(number)] |= job.source.counts(samples)
     return entries
 
 
