@@ -97,6 +97,10 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         self._shard_indices = self._find_shards(cache_name)
         self._check_headers()
 
+    @property
+    def _files_per_shard(self) -> int:
+        return 1
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return self.num_samples
@@ -161,7 +165,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             if file is None:
                 file = self._open(shard_index)
                 self._open_handles[shard_index] = file
-                if len(self._open_handles) > self._max_open_files:
+                if len(self._open_handles) * self._files_per_shard > max(self._max_open_files, self._files_per_shard):
                     self._open_handles.popitem(last=False)
             self._open_handles.move_to_end(shard_index)
             return file
@@ -240,6 +244,10 @@ class CachedDSparkDataset(CachedTensorDataset):
         if any(field not in self.manifest for field in _SPEC_FIELDS):
             return {}
         return sample_specs(self.manifest)
+
+    @property
+    def _files_per_shard(self) -> int:
+        return 2 if is_ragged(self.manifest) else 1
 
     def _find_shards(self, cache_name: str) -> list[int]:
         if not is_ragged(self.manifest):

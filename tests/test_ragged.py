@@ -83,6 +83,15 @@ def test_its_files_hold_real_tokens_only(made: Repository) -> None:
     assert ragged < padded
 
 
+@pytest.mark.parametrize(("max_open_files", "shards"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+def test_both_files_of_a_shard_count_as_open(made: Repository, max_open_files: int, shards: int) -> None:
+    dataset = CachedDSparkDataset(made.root / "cache", max_open_files=max_open_files)
+    for index in range(len(dataset)):
+        assert len(dataset[index]) == 4
+        assert len(dataset._open_handles) <= shards
+    assert len(dataset._open_handles) == shards
+
+
 def test_shards_are_cut_greedily_by_bytes_and_a_huge_sample_is_alone(repository: Repository) -> None:
     lengths = load_file(repository.root / "tokens/tokens.safetensors")[SAMPLE_OFFSETS].diff().tolist()
     for limit in (1, 64, 100, 10**6):
