@@ -212,11 +212,16 @@ class _Turns:
     def _own_text(self, turn: int, floor: int) -> Span | None:
         """Find a turn whose content the template does not write (a call, say) by what it adds to those before it."""
         try:
-            before = self._renderer.ids(self._messages[:turn], self._tools)
+            before = self._renderer.ids(self._messages[:turn], self._tools) if turn else []
             upto = self._renderer.ids(self._messages[: turn + 1], self._tools)
         except RowError:
             return None
         own = upto[len(before) :] if upto[: len(before)] == before else []
+        if not turn:
+            # Before the first message stands what the template writes anyway; its header is the generation prompt.
+            places = [_rfind(own, prompt, 0, len(own)) for prompt in self._generation_prompts(0)]
+            header = max((place for place in places if place is not None), default=len(own))
+            own, floor = own[header:], header
         for start in range(floor, len(self._ids) - len(own) + 1 if own else 0):
             if self._ids[start : start + len(own)] == own:
                 return start, start + len(own)

@@ -416,24 +416,8 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
     },
 }
 
-CONTENT_NOT_WRITTEN = (
-    "no content is written beside a call, so that replacing it shows nothing: the call is not supervised where "
-    "the prefix rule does not hold"
-)
-KNOWN_WRONG = {
-    ("llama3", "call first"): CONTENT_NOT_WRITTEN,
-}
-
 CASES = [
-    pytest.param(
-        family,
-        conversation,
-        spans,
-        id=f"{family}-{conversation}",
-        marks=[pytest.mark.xfail(strict=True, reason=reason)]
-        if (reason := KNOWN_WRONG.get((family, conversation)))
-        else [],
-    )
+    pytest.param(family, conversation, spans, id=f"{family}-{conversation}")
     for family, table in EXPECTED.items()
     for conversation, spans in table.items()
 ]
