@@ -136,7 +136,8 @@ def put_folder(path: Path) -> Iterator[Path]:
     """Give an empty folder to fill; on leaving, put it in place of `path` by one rename.
 
     It is built beside `path` as `.NAME.building`. What a killed run left there is removed first; a folder that
-    another process is filling is refused.
+    another process is filling is refused. If the block raises, what it built is
+    removed and `path` is as it was.
 
     Raises:
         LockedError: Another process is building the same folder.

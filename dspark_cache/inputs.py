@@ -272,6 +272,7 @@ class Fingerprints:
         if self._memo_path is not None and self._is_changed:
             self._memo_path.parent.mkdir(parents=True, exist_ok=True)
             put_json(self._memo_path, self._memo)
+            self._is_changed = False
 
 
 def ensure_pinned(item: Input, path: Path, fingerprints: Fingerprints, *, key: str) -> None:

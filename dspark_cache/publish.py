@@ -64,9 +64,10 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedSample:
-    """One sample of the cache: its index in `tokens/` and where its states lie."""
+    """One sample of the cache: its index in `tokens/`, its key, and where its states lie."""
 
     index: int
+    key: str
     place: Place
 
     @property
@@ -196,8 +197,13 @@ def _publish(captured: Captured, settings: CacheSettings, path: Path, make_progr
 def placed_samples(tokens: Tokens, ledger: Ledger) -> list[PlacedSample]:
     """Find the states of every sample that was not dropped, in order."""
     lengths = [tokens.length(index) for index in range(len(tokens))]
-    places = place_samples(ledger, tokens.keys(), lengths)
-    return [PlacedSample(index=index, place=place) for index, place in enumerate(places) if place is not None]
+    keys = tokens.keys()
+    places = place_samples(ledger, keys, lengths)
+    return [
+        PlacedSample(index=index, key=key, place=place)
+        for index, (key, place) in enumerate(zip(keys, places, strict=True))
+        if place is not None
+    ]
 
 
 def cut_shards(samples: Sequence[PlacedSample], ledger: Ledger, settings: CacheSettings) -> list[list[PlacedSample]]:
@@ -264,10 +270,6 @@ def build_manifest(tokens: Tokens, ledger: Ledger, settings: CacheSettings, shar
     return ragged_manifest(manifest, pad_token_id=tokens.pad_token_id, shard_samples=shard_samples)
 
 
-def _stacked(specs: dict[str, TensorSpec], rows: int) -> dict[str, TensorSpec]:
-    return {key: TensorSpec(dtype=spec.dtype, shape=(rows, *spec.shape)) for key, spec in specs.items()}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """What the shards of one cache have in common.
@@ -294,7 +296,8 @@ def _shard_bytes(samples: Sequence[PlacedSample], specs: dict[str, TensorSpec], 
 def _write_padded(folder: Path, number: int, samples: Sequence[PlacedSample], job: _Job) -> dict[str, Any]:
     """Write one padded shard; return its file's entry in provenance.json."""
     path = folder / shard_name(number)
-    with put_file(path) as temporary, ShardWriter(temporary, _stacked(job.specs, len(samples))) as writer:
+    stacked = {key: spec.stacked(len(samples)) for key, spec in job.specs.items()}
+    with put_file(path) as temporary, ShardWriter(temporary, stacked) as writer:
         for key, spec in job.specs.items():
             for sample in samples:
                 writer.append_bytes(key, job.source.rows(key, sample).to(spec.dtype))

@@ -174,7 +174,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         """Open a shard and compare its header with what every shard of this cache must have."""
         file = ShardFile(Path(shard_path(self.cache_dir, shard_index)))
         rows = shard_rows(self.num_samples, self.shard_size, shard_index)
-        specs = {key: TensorSpec(dtype=s.dtype, shape=(rows, *s.shape)) for key, s in self._sample_specs.items()}
+        specs = {key: spec.stacked(rows) for key, spec in self._sample_specs.items()}
         file.expect(specs, exactly=False)
         return file
 

@@ -90,6 +90,10 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def stacked(self, rows: int) -> TensorSpec:
+        """Return the spec of `rows` such tensors, one after the other along a new first dimension."""
+        return TensorSpec(dtype=self.dtype, shape=(rows, *self.shape))
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one index of the first dimension."""

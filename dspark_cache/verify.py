@@ -133,7 +133,7 @@ def check_headers(cache: CacheFolder) -> Iterator[Finding]:
         if is_ragged(manifest):
             yield from _ragged_findings(cache, index, rows)
             continue
-        stacked = {key: TensorSpec(dtype=spec.dtype, shape=(rows, *spec.shape)) for key, spec in specs.items()}
+        stacked = {key: spec.stacked(rows) for key, spec in specs.items()}
         yield from _header_findings(cache.path / shard_name(index), stacked)
     weight = TensorSpec(
         dtype=DTYPE_MAP[manifest["dtype"]],

@@ -47,8 +47,6 @@ def verify_stage(stage: StageContext) -> Report:
     settings = stage.settings.verify
     tokens, ledger = Tokens(stage.root / TOKENS_PATH), read_ledger(stage.root / LEDGER_PATH)
     cache = CacheFolder(stage.root / CACHE_PATH)
-    keys = tokens.keys()
-    lengths = [tokens.length(index) for index in range(len(tokens))]
     samples = placed_samples(tokens, ledger)
     kept = [sample.index for sample in samples]
     shards = cut_shards(samples, ledger, stage.settings.cache)
@@ -59,7 +57,8 @@ def verify_stage(stage: StageContext) -> Report:
         for line in manifest_differences(cache.manifest, expected)
     ]
     if settings.recompute_samples and not report.findings:
-        chosen = choose_samples([keys[i] for i in kept], [lengths[i] for i in kept], settings.recompute_samples)
+        keys, lengths = [sample.key for sample in samples], [sample.num_tokens for sample in samples]
+        chosen = choose_samples(keys, lengths, settings.recompute_samples)
         recomputed = _recomputed(stage, ledger, {position: tokens.input_ids(kept[position]) for position in chosen})
         _, head = read_target_weight_modules(cache.path)
         comparison = compare_recomputed(
