@@ -200,17 +200,19 @@ class BlockStore:
         return blocks, refused
 
     def open(self, block: Block, *, check_digest: bool = False) -> ShardFile:
-        """Open a block's file and compare size, header and, if asked, its sha256 with its record.
+        """Open a block's file and compare size, header, offsets and, if asked, its sha256 with its record.
 
         Raises:
             CacheNotFoundError: The file is gone.
-            CacheFormatError: Another size, header or digest.
+            CacheFormatError: Another size, header, offsets or digest.
         """
         file = ShardFile(self.path(block.name))
         if file.size != block.num_bytes:
             raise CacheFormatError(f"{file.name} has {file.size} bytes, its record says {block.num_bytes}")
         specs = self._specs(block)
         file.expect(specs, exactly=True)
+        if file.read_rows(SAMPLE_OFFSETS, 0, len(block.samples) + 1).diff().tolist() != list(block.lengths):
+            raise CacheFormatError(f"{file.name}: its sample_offsets are not the lengths of its record")
         if check_digest and (found := file_digest(self.path(block.name))) != block.sha256:
             raise CacheFormatError(f"{file.name}: sha256 is {found}, its record says {block.sha256}")
         return file

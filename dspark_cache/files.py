@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 TEMPORARY_PREFIX = ".tmp-"
 BUILDING_SUFFIX = ".building"
 _HASH_BYTES = 1 << 22
+_WRITE_BYTES = 1 << 30
+"""A write of Linux takes at most 2 GiB at a time."""
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -44,21 +46,28 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, so that a rename in it survives a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_file(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and the parents it lacks, so that they survive a power loss with what is put into them."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def write_exactly(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of `view` at `offset` of an open file."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done : done + _WRITE_BYTES], offset + done)
 
 
 def _create_temporary(path: Path) -> tuple[Path, int]:
@@ -80,6 +89,17 @@ def file_digest(path: Path) -> str:
 
 
 @contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name `path` in the error of a system call that knew its descriptor only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def put_file(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to; on leaving, put it in place of `path`, durably and at once.
 
@@ -87,25 +107,30 @@ def put_file(path: Path) -> Iterator[Path]:
     temporary file is removed and `path` is as it was.
 
     Raises:
-        OSError: The disk is full, read-only or failing; `path` is as it was.
+        OSError: The disk is full, read-only or failing; it names `path`, which is as it was.
     """
-    temporary, mode = _create_temporary(path)
-    try:
-        yield temporary
-        os.chmod(temporary, mode)  # noqa: PTH101 - pathlib's chmod is the same call
-        _sync_file(temporary)
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
+    with _naming(path):
+        temporary, mode = _create_temporary(path)
+        try:
+            yield temporary
+            os.chmod(temporary, mode)  # noqa: PTH101 - pathlib's chmod is the same call
+            _sync(temporary)
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync(path.parent)
 
 
 def put_bytes(path: Path, content: bytes) -> None:
     """Put a small file in place."""
     with put_file(path) as temporary:
-        temporary.write_bytes(content)
+        descriptor = os.open(temporary, os.O_WRONLY)
+        try:
+            write_exactly(descriptor, memoryview(content), 0)
+        finally:
+            os.close(descriptor)
 
 
 def dump_json(value: Any) -> str:
@@ -118,26 +143,42 @@ def put_json(path: Path, value: Any) -> None:
     put_bytes(path, (dump_json(value) + "\n").encode())
 
 
-def remove_temporaries(folder: Path) -> list[str]:
-    """Remove what a killed writer left in `folder`; the caller holds the folder's lock. Return the names."""
-    left = sorted(entry.name for entry in folder.iterdir() if entry.name.startswith(TEMPORARY_PREFIX))
-    for name in left:
-        (folder / name).unlink()
+def remove_temporaries(folder: Path, name: str = "") -> list[str]:
+    """Remove what killed writers of `name` (of any file) left in `folder`. Return the names.
+
+    The caller holds the lock under which these files are written.
+    """
+    prefix = f"{TEMPORARY_PREFIX}{name}"
+    left = sorted(entry.name for entry in folder.iterdir() if entry.name.startswith(prefix))
+    for temporary in left:
+        (folder / temporary).unlink()
     return left
 
 
 def building_lock(path: Path) -> Path:
-    """Return the lock that whoever builds the folder `path` holds."""
+    """Return the lock that whoever writes the output `path` of a stage holds."""
     return path.with_name(f".{path.name}{BUILDING_SUFFIX}.lock")
+
+
+def put_output(path: Path, value: Any) -> None:
+    """Put a stage's output in place as JSON, after removing what a killed run left of it.
+
+    Raises:
+        LockedError: Another process is writing the same output.
+        OSError: The disk is full, read-only or failing; `path` is as it was.
+    """
+    with FileLock(building_lock(path)):
+        remove_temporaries(path.parent, f"{path.name}-")
+        put_json(path, value)
 
 
 @contextmanager
 def put_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder to fill; on leaving, put it in place of `path` by one rename.
+    """Give an empty folder to fill by `put_file`; on leaving, put it in place of `path` by one rename.
 
     It is built beside `path` as `.NAME.building`. What a killed run left there is removed first; a folder that
-    another process is filling is refused. If the block raises, what it built is
-    removed and `path` is as it was.
+    another process is filling is refused. If the block raises, what it built is removed and `path` is as it was. A
+    run that is killed leaves the earlier folder in its place, or beside it, from where the next run takes it back.
 
     Raises:
         LockedError: Another process is building the same folder.
@@ -146,27 +187,30 @@ def put_folder(path: Path) -> Iterator[Path]:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise SettingsError(f"{path} is in the way: expected no file or a folder, move it away")
     building = path.with_name(f".{path.name}{BUILDING_SUFFIX}")
+    aside = path.with_name(f".{path.name}.old{BUILDING_SUFFIX}")
     with FileLock(building_lock(path)):
+        _settle(aside, path)
         _remove(building)
-        building.mkdir(parents=True)
+        building.mkdir()
         try:
             yield building
+            if path.exists():
+                path.rename(aside)
+            building.rename(path)
         except BaseException:
+            _settle(aside, path)
             shutil.rmtree(building, ignore_errors=True)
             raise
-        sync_folder(building)
-        _replace_folder(building, path)
+        _sync(path.parent)
+        _settle(aside, path)
 
 
-def _replace_folder(building: Path, path: Path) -> None:
-    """Rename `building` to `path`; an earlier folder there steps aside first and is removed afterwards."""
-    aside = path.with_name(f".{path.name}.old{BUILDING_SUFFIX}")
-    _remove(aside)
-    if path.exists():
-        path.rename(aside)
-    building.rename(path)
-    sync_folder(path.parent)
-    _remove(aside)
+def _settle(aside: Path, path: Path) -> None:
+    """Put back the earlier folder that stepped aside for one that did not come; remove it if that came."""
+    if aside.exists() and not path.exists():
+        aside.rename(path)
+    else:
+        _remove(aside)
 
 
 def _remove(path: Path) -> None:
@@ -204,13 +248,15 @@ class FileLock:
 
     def __enter__(self) -> FileLock:
         """Take the lock or raise `LockedError` naming the holder."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        holder = _try_lock(descriptor)
-        if holder is not None:
+        try:
+            with _naming(self._path):
+                _lock(descriptor, self._path)
+                _write_holder(descriptor)
+        except BaseException:
             os.close(descriptor)
-            raise LockedError(_locked_message(self._path, holder))
-        _write_holder(descriptor, {"host": socket.gethostname(), "pid": os.getpid()})
+            raise
         self._descriptor = descriptor
         _HELD.add(self)
         return self
@@ -229,14 +275,15 @@ class FileLock:
             os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> dict[str, object] | None:
-    """Lock an open lock file; return what is known of the holder where that is refused."""
+def _lock(descriptor: int, path: Path) -> None:
+    """Lock an open lock file or raise `LockedError` with what is known of the holder."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(descriptor)
+        raise LockedError(_locked_message(path, _holder(descriptor))) from None
     holder = _holder(descriptor)
-    return holder if holder.get("host") not in (None, socket.gethostname()) else None
+    if holder.get("host") not in (None, socket.gethostname()):
+        raise LockedError(_locked_message(path, holder))
 
 
 def _holder(descriptor: int) -> dict[str, object]:
@@ -246,9 +293,10 @@ def _holder(descriptor: int) -> dict[str, object]:
     return {}
 
 
-def _write_holder(descriptor: int, holder: dict[str, object]) -> None:
+def _write_holder(descriptor: int) -> None:
+    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    write_exactly(descriptor, memoryview(holder.encode()), 0)
 
 
 def _locked_message(path: Path, holder: dict[str, object]) -> str:

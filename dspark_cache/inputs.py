@@ -10,12 +10,13 @@ import difflib
 import hashlib
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dspark_cache.errors import InputError
-from dspark_cache.files import file_digest, put_json
+from dspark_cache.errors import InputError, LockedError
+from dspark_cache.files import file_digest, put_output
 from dspark_cache.strict_json import read_json_object
 
 if TYPE_CHECKING:
@@ -270,8 +271,8 @@ class Fingerprints:
 
     def _save(self) -> None:
         if self._memo_path is not None and self._is_changed:
-            self._memo_path.parent.mkdir(parents=True, exist_ok=True)
-            put_json(self._memo_path, self._memo)
+            with suppress(LockedError):  # what another run remembers at this moment is as good
+                put_output(self._memo_path, self._memo)
             self._is_changed = False
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import Block
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError
-from dspark_cache.files import put_json
+from dspark_cache.files import put_output
 from dspark_cache.schema import DTYPE_MAP, STAGE_VERSIONS
 from dspark_cache.strict_json import Fields, is_int, read_json_object
 
@@ -72,8 +72,12 @@ class Ledger:
         return [distinct[key] for key in sorted(distinct)]
 
     def write(self, path: Path) -> None:
-        """Put the ledger in place."""
-        put_json(
+        """Put the ledger in place.
+
+        Raises:
+            LockedError: Another process is writing it.
+        """
+        put_output(
             path,
             {
                 "capture_version": STAGE_VERSIONS["capture"],

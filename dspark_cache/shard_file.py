@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
-from dspark_cache.files import byte_view
+from dspark_cache.files import byte_view, write_exactly
 from dspark_cache.schema import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, TensorSpec
 from dspark_cache.strict_json import is_int, parse_json_object
 
@@ -76,31 +76,37 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
-        """Open the existing file `path`, empty it, and write the header of `specs`.
-
-        Raises:
-            OSError: The file cannot be opened or written.
-        """
+        """Prepare to write `specs` into the existing file `path`."""
+        self._path = path
         self._specs = dict(specs)
         self._keys = list(specs)
         self._key_index = 0
         self._key_bytes = 0
         self._digest = hashlib.sha256()
-        self._file = path.open("r+b", buffering=0)
-        # What the file held would show through the holes.
-        self._file.truncate(0)
+        self._descriptor = -1
         self._position = 0
-        self._write(memoryview(encode_header(specs)))
 
     def __enter__(self) -> ShardWriter:
-        """Return the writer."""
+        """Open the file, empty it, and write the header.
+
+        Raises:
+            OSError: The file cannot be opened or written.
+        """
+        self._descriptor = os.open(self._path, os.O_WRONLY)
+        try:
+            # What the file held would show through the holes.
+            os.ftruncate(self._descriptor, 0)
+            self._write(memoryview(encode_header(self._specs)))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._descriptor)
 
     def append(self, key: str, rows: torch.Tensor) -> None:
         """Append rows of `key`: a tensor [any, ...] whose further dimensions and dtype are those of the spec.
@@ -149,7 +155,7 @@ class ShardWriter:
             raise ValueError(
                 f"{self._keys[self._key_index]}: {self._key_bytes} of {self._due_bytes()} bytes were written"
             )
-        self._file.truncate(self._position)
+        os.ftruncate(self._descriptor, self._position)
         return self._digest.hexdigest()
 
     def _spec(self, key: str) -> TensorSpec:
@@ -177,9 +183,7 @@ class ShardWriter:
 
     def _write(self, view: memoryview) -> None:
         self._digest.update(view)
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self._file.fileno(), view[done : done + _READ_BYTES], self._position + done)
+        write_exactly(self._descriptor, view, self._position)
         self._position += len(view)
 
 

@@ -87,8 +87,17 @@ class Terminated(BaseException):
     """SIGTERM arrived."""
 
 
-def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise Terminated
+class _Signals:
+    """Turns SIGINT and SIGTERM into exceptions and remembers the last, lest somebody swallows the exception."""
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+
+    def _raise(self, number: int, _frame: FrameType | None) -> None:
+        self.last = number
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def run_stage(main: Callable[[], object]) -> int:
@@ -97,18 +106,19 @@ def run_stage(main: Callable[[], object]) -> int:
     logging.captureWarnings(True)
     for noisy in ("transformers", "datasets", "huggingface_hub", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    signal.signal(signal.SIGTERM, _terminate)
+    signals = _Signals()
     try:
         main()
     except DsparkCacheError as error:
         return _say(f"error: {error}", 1)
     except OSError as error:
         return _say(f"error: {error}: nothing was put in place, make room or mend the disk and run again", 1)
-    except KeyboardInterrupt:
-        return _say("interrupted; finished work is kept, run again to go on", 128 + signal.SIGINT)
-    except Terminated:
-        return _say("terminated; finished work is kept, run again to go on", 128 + signal.SIGTERM)
-    return 0
+    except (KeyboardInterrupt, Terminated):
+        pass
+    if signals.last is None:
+        return 0
+    word = "interrupted" if signals.last == signal.SIGINT else "terminated"
+    return _say(f"{word}; finished work is kept, run again to go on", 128 + signals.last)
 
 
 def _say(text: str, code: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dspark_cache.blocks import BlockStore
 from dspark_cache.capture_run import capture_identity
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
+from dspark_cache.files import remove_temporaries
 from dspark_cache.forward import pick_device
 from dspark_cache.identity import manifest_differences
 from dspark_cache.ledger import Ledger, read_ledger
@@ -43,6 +45,7 @@ def verify_stage(stage: StageContext) -> Report:
         CacheNotFoundError: There is no cache, ledger or tokens.
         CacheFormatError: A manifest, ledger or provenance that cannot be read.
         InputError: The target is no longer the one that was captured.
+        LockedError: Samples are to be recomputed, and another process writes the same capture's scratch.
     """
     settings = stage.settings.verify
     tokens, ledger = Tokens(stage.root / TOKENS_PATH), read_ledger(stage.root / LEDGER_PATH)
@@ -75,18 +78,20 @@ def _recomputed(stage: StageContext, ledger: Ledger, samples: dict[int, torch.Te
     They are kept beside the blocks by the hash of their ids, as the blocks' samples are.
     """
     store = BlockStore(stage.scratch, ledger.identity)
-    store.folder.mkdir(parents=True, exist_ok=True)
+    paths = {index: store.folder / f"recomputed-{sample_key(ids)}.safetensors" for index, ids in samples.items()}
     found = {}
-    target = None
-    for index, ids in samples.items():
-        path = store.folder / f"recomputed-{sample_key(ids)}.safetensors"
-        try:
+    for index, path in paths.items():
+        with suppress(CacheNotFoundError, CacheFormatError):
             found[index] = read_recomputed(path)
-        except (CacheNotFoundError, CacheFormatError):
-            target = target or _load_captured_target(stage, ledger)
-            found[index] = recompute_sample(target, ids, ledger.layer_ids, ledger.hidden_size)
-            put_recomputed(path, found[index])
-    return found
+    missing = [index for index in samples if index not in found]
+    if missing:
+        with store.lock():
+            remove_temporaries(store.folder)
+            target = _load_captured_target(stage, ledger)
+            for index in missing:
+                found[index] = recompute_sample(target, samples[index], ledger.layer_ids, ledger.hidden_size)
+                put_recomputed(paths[index], found[index])
+    return {index: found[index] for index in samples}
 
 
 def _load_captured_target(stage: StageContext, ledger: Ledger) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from dspark_cache.errors import VerificationError
-from dspark_cache.files import put_json
+from dspark_cache.files import put_output
 from dspark_cache.stage import REPORT_PATH, open_stage, run_stage
 from dspark_cache.verify_run import verify_stage
 
@@ -14,9 +14,7 @@ def main() -> None:
     """Verify `cache/`, write the report, and raise on findings."""
     stage = open_stage("verify")
     report = verify_stage(stage)
-    path = stage.root / REPORT_PATH
-    path.parent.mkdir(parents=True, exist_ok=True)
-    put_json(path, report.as_json())
+    put_output(stage.root / REPORT_PATH, report.as_json())
     if report.findings:
         listed = "\n  ".join(str(finding) for finding in report.findings[:20])
         raise VerificationError(f"the cache has {len(report.findings)} finding(s), see {REPORT_PATH}:\n  {listed}")
