@@ -26,6 +26,7 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import FileLock, file_digest, put_json, remove_temporaries
 from dspark_cache.schema import DTYPE_MAP, HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS, TensorSpec
 from dspark_cache.shard_file import ShardFile
+from dspark_cache.shards import cut_by_bytes
 from dspark_cache.strict_json import Fields, is_int, read_json_object
 from dspark_cache.tokens import SAMPLE_KEY_DIGITS
 
@@ -39,7 +40,7 @@ LOCK_NAME = "lock"
 WEIGHTS_NAME = "weights.safetensors"
 WEIGHTS_RECORD_NAME = "weights.json"
 FOLDER_PREFIX = "capture-"
-_BLOCK_RE = re.compile(r"block-\d{6}")
+_BLOCK_RE = re.compile(r"block-[0-9]{6}")
 _KEY_RE = re.compile(rf"[0-9a-f]{{{SAMPLE_KEY_DIGITS}}}")
 
 
@@ -110,8 +111,8 @@ class Block:
             fields.fault(f"name: expected block-NNNNNN, found {block.name!r:.40}")
         if len(samples) != len(lengths) or not _are_keys(samples) or not all(is_int(n) and n > 0 for n in lengths):
             fields.fault("samples and lengths: expected as many sample keys as positive lengths")
-        if not _are_keys(block.dropped):
-            fields.fault("dropped: expected sample keys")
+        if not _are_keys(block.dropped) or not all(isinstance(reason, str) for reason in block.dropped.values()):
+            fields.fault("dropped: expected sample keys, with the reason of each")
         fields.finish()
         return block
 
@@ -270,26 +271,13 @@ def plan_blocks(
     taken = captured | {key for block in due for key in block.samples}
     names = {block.name for block in plan} | set(finished)
     number = 1 + max((int(name[-6:]) for name in names), default=-1)
-    for samples in _cut([key for key in wanted if key not in taken], wanted, bytes_per_token, block_bytes):
-        due.append(PlannedBlock(name=f"block-{number:06d}", samples=samples))
-        plan.append(due[-1])
-        number += 1
-    return plan, due
-
-
-def _cut(
-    keys: Sequence[str], lengths: Mapping[str, int], bytes_per_token: int, block_bytes: int
-) -> list[tuple[str, ...]]:
-    groups: list[list[str]] = []
-    size = 0
-    for key in keys:
-        num_bytes = lengths[key] * bytes_per_token
-        if not groups or size + num_bytes > block_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(key)
-        size += num_bytes
-    return [tuple(group) for group in groups]
+    keys = [key for key in wanted if key not in taken]
+    runs = cut_by_bytes((wanted[key] * bytes_per_token for key in keys), block_bytes)
+    cut = [
+        PlannedBlock(name=f"block-{number:06d}", samples=tuple(keys[run.start : run.stop]))
+        for number, run in enumerate(runs, start=number)
+    ]
+    return plan + cut, due + cut
 
 
 def cut_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -7,15 +7,15 @@ import json
 import os
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dspark_cache.errors import DsparkCacheError, LockedError, SettingsError
-from dspark_cache.schema import PROVENANCE_NAME, VERSION
-from dspark_cache.strict_json import is_int
+from dspark_cache.errors import DsparkCacheError, LockedError, SettingsError, VerificationError
+from dspark_cache.schema import PROVENANCE_NAME, VERIFY_LEVELS, VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 GIB = 1 << 30
 
@@ -52,6 +52,17 @@ def _parser() -> argparse.ArgumentParser:
     fingerprint.add_argument("path", type=Path, help="file or folder")
     fingerprint.set_defaults(run=_fingerprint)
 
+    verify = commands.add_parser("verify", help="check a cache; exit 1 if anything is not as it must be")
+    verify.add_argument("cache", type=Path, help="folder of the cache")
+    verify.add_argument("--level", choices=VERIFY_LEVELS, default="values", help="how far; default: %(default)s")
+    verify.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="shards at a time; default: %(default)s")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(run=_verify)
+
+    doctor = commands.add_parser("doctor", help="check the settings of this repository; exit 1 if any is to be changed")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+
     clean = commands.add_parser("clean", help="remove captured states that the current features.json does not use")
     clean.add_argument("--yes", action="store_true", help="do not ask")
     clean.add_argument("--all", action="store_true", help="remove the current capture's blocks as well")
@@ -61,37 +72,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(parsed: argparse.Namespace) -> None:
+    from dspark_cache.provenance import read_provenance
     from dspark_cache.reader import CachedDSparkDataset
-    from dspark_cache.strict_json import read_json_object
+    from dspark_cache.strict_json import printable
 
     dataset = CachedDSparkDataset(parsed.cache)
     files = {entry.name: entry.stat().st_size for entry in sorted(parsed.cache.iterdir())}
-    recorded: Any = None
-    if PROVENANCE_NAME in files:
-        recorded = read_json_object(parsed.cache / PROVENANCE_NAME).get("files")
-    entries = [entry for entry in recorded.values() if isinstance(entry, dict)] if isinstance(recorded, dict) else []
+    provenance = read_provenance(parsed.cache)
     content = {
         "manifest": dataset.manifest,
         "shards": len([name for name in files if name.startswith("shard-")]),
         "bytes": sum(files.values()),
-        "tokens": _total(entries, "tokens"),
-        "supervised_tokens": _total(entries, "supervised_tokens"),
+        "tokens": provenance and provenance.total("tokens"),
+        "supervised_tokens": provenance and provenance.total("supervised_tokens"),
     }
     if parsed.json:
         print(json.dumps(content, indent=2))
         return
     for key, value in sorted(dataset.manifest.items()):
-        print(f"{key:26} {value}")
+        print(f"{printable(key):26} {printable(str(value))}")
     print(f"{'files':26} {len(files)}, {content['shards']} shards, {content['bytes'] / GIB:.3f} GiB")
-    if content["tokens"]:
-        positions = len(dataset) * dataset.manifest["seq_length"]
-        share = content["supervised_tokens"] or 0
-        print(f"{'tokens':26} {content['tokens']} of {positions} positions, {share} supervised")
-
-
-def _total(entries: list[dict[str, Any]], key: str) -> int | None:
-    """Add up a count of provenance.json; None where it has none."""
-    return sum(entry[key] for entry in entries if is_int(entry.get(key))) or None
+    if provenance:
+        length = dataset.manifest.get("seq_length")
+        positions = f" of {len(dataset) * length} positions" if length else ""
+        print(f"{'tokens':26} {content['tokens']}{positions}, {content['supervised_tokens']} supervised")
 
 
 def _fingerprint(parsed: argparse.Namespace) -> None:
@@ -100,6 +104,55 @@ def _fingerprint(parsed: argparse.Namespace) -> None:
     if not parsed.path.exists():
         raise missing_file("PATH", parsed.path)
     print(Fingerprints(None).of(parsed.path))
+
+
+def _verify(parsed: argparse.Namespace) -> None:
+    from dspark_cache.verify import CacheFolder, verify_cache
+
+    if parsed.jobs < 1:
+        raise SettingsError(f"--jobs: expected at least 1, found {parsed.jobs}")
+    cache = CacheFolder(parsed.cache)
+    if cache.provenance is None:
+        print(f"{parsed.cache} has no {PROVENANCE_NAME}: there are no digests to compare", file=sys.stderr)
+    with _progress("verify", len(cache.shard_samples), "shards") as advance:
+        report = verify_cache(cache, parsed.level, num_threads=parsed.jobs, advance=advance)
+    if parsed.json:
+        print(json.dumps(report.as_json(), indent=2))
+    for finding in report.findings if not parsed.json else ():
+        print(finding)
+    if report.findings:
+        raise VerificationError(f"{parsed.cache} has {len(report.findings)} finding(s)")
+    if not parsed.json:
+        print(f"{parsed.cache} is sound up to the level {parsed.level}")
+
+
+@contextmanager
+def _progress(name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Give what is told of finished units; training machines may lack the extra that draws a bar."""
+    try:
+        from dspark_cache.progress import Progress
+    except ImportError:
+        yield lambda _: None
+        return
+    with Progress(name, total, unit) as progress:
+        yield progress.advance
+
+
+def _doctor(parsed: argparse.Namespace) -> None:
+    from dspark_cache.doctor import examine
+    from dspark_cache.stage import open_stage
+
+    advice = examine(open_stage("verify"))
+    if parsed.json:
+        print(json.dumps([item.as_json() for item in advice], indent=2))
+    else:
+        for item in advice:
+            print(f"{'change' if item.remedy else 'ok':7} {item.subject}: {item.found}")
+            if item.remedy:
+                print(f"{'':8}{item.remedy}")
+    to_change = sum(bool(item.remedy) for item in advice)
+    if to_change:
+        raise SettingsError(f"{to_change} of {len(advice)} settings are to be changed")
 
 
 def _clean(parsed: argparse.Namespace) -> None:

@@ -14,7 +14,9 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -23,7 +25,6 @@ from dspark_cache.strict_json import is_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import torch
 
@@ -219,6 +220,29 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Give a folder in `parent` while the block runs; those that killed processes of this host left are removed."""
+    make_folder(parent)
+    prefix = f"{name}-{socket.gethostname()}-"
+    for left in [entry for entry in parent.iterdir() if entry.name.startswith(prefix)]:
+        pid = left.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent) as folder:
+        yield Path(folder)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 _HELD: WeakSet[FileLock] = WeakSet()

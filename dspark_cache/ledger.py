@@ -112,7 +112,7 @@ def read_ledger(path: Path) -> Ledger:
         target_model_type=fields.text("target_model_type"),
         vocab_size=fields.count("vocab_size", minimum=1),
         num_hidden_layers=fields.count("num_hidden_layers", minimum=1),
-        logits=fields.mapping("logits"),
+        logits=fields.take("logits", "names and numbers", _are_numbers) or {},
         weights_bytes=fields.count("weights_bytes", minimum=1),
         weights_sha256=fields.sha256("weights_sha256"),
         blocks=tuple(
@@ -124,6 +124,11 @@ def read_ledger(path: Path) -> Ledger:
     fields.finish()
     _check_identity(ledger.identity, name=f"{path}, identity")
     return ledger
+
+
+def _are_numbers(value: Any) -> bool:
+    numbers = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(number, float) or is_int(number) for number in numbers)
 
 
 def _is_mapping(item: Any, fields: Fields) -> bool:

@@ -23,7 +23,7 @@ from dspark_cache.schema import (
     MANIFEST_NAME,
     RAGGED_FORMAT_VERSION,
 )
-from dspark_cache.strict_json import is_int, is_sha256, read_json_object
+from dspark_cache.strict_json import ensure_no_foreign_link, is_int, is_sha256, read_json_object, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,6 +52,8 @@ MAX_MANIFEST_BYTES = 1 << 24
 MAX_SHARDS = 1_000_000
 """Shard names have six digits."""
 MAX_SAMPLES = 1 << 48
+MAX_SHARD_SAMPLES = 1 << 24
+"""Of a ragged shard, whose offsets are held in memory while it is open."""
 MAX_EXTENT = 1 << 31
 
 
@@ -102,8 +104,10 @@ RAGGED_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "layout": ("'ragged'", lambda v: v == "ragged"),
     "pad_token_id": _count(0, MAX_EXTENT),
     "shard_samples": (
-        "a list of positive integers, the samples of each shard",
-        lambda v: isinstance(v, list) and len(v) <= MAX_SHARDS and all(is_int(n) and 0 < n < MAX_SAMPLES for n in v),
+        f"a list of integers from 1 to {MAX_SHARD_SAMPLES}, the samples of each shard",
+        lambda v: (
+            isinstance(v, list) and len(v) <= MAX_SHARDS and all(is_int(n) and 0 < n <= MAX_SHARD_SAMPLES for n in v)
+        ),
     ),
 }
 """The same of version 2."""
@@ -175,6 +179,7 @@ def _read_versions(
 ) -> dict[str, Any]:
     """Read a manifest of one of `versions` and check the generic keys."""
     path = Path(manifest_path(cache_dir))
+    ensure_no_foreign_link(path)
     try:
         manifest = read_json_object(path, max_bytes=MAX_MANIFEST_BYTES)
     except FileNotFoundError as error:
@@ -184,7 +189,7 @@ def _read_versions(
     if not is_int(version) or version not in versions:
         known = " and ".join(map(repr, versions))
         raise CacheFormatError(
-            f"{path}: format_version is {version!r}, this reader of {cache_name} caches knows {known}"
+            f"{path}: format_version is {shortened(version)}, this reader of {cache_name} caches knows {known}"
         )
     check_fields(manifest, GENERIC_FIELDS, name=str(path))
     return manifest
@@ -325,7 +330,8 @@ def _check_widths(manifest: Mapping[str, Any], *, name: str) -> None:
     if layer_ids is not None:
         widths["target_hidden_dim"] = hidden_size * len(layer_ids)
     faults = [
-        f"{key} is {manifest[key]}, but hidden_size {hidden_size} and target_layer_ids {layer_ids} give {width}"
+        f"{key} is {manifest[key]}, but hidden_size {hidden_size} and target_layer_ids {shortened(layer_ids)} give "
+        f"{width}"
         for key, width in widths.items()
         if manifest.get(key, width) != width
     ]
@@ -355,6 +361,11 @@ def read_manifest(cache_dir: PathLike, allow_incomplete: bool = False) -> dict[s
                 f"{name}: shard_samples add up to {sum(manifest['shard_samples'])}, num_samples is "
                 f"{manifest['num_samples']}"
             )
+    elif manifest.get("num_samples", 0) > manifest.get("shard_size", MAX_SAMPLES) * MAX_SHARDS:
+        raise CacheFormatError(
+            f"{name}: num_samples {manifest['num_samples']} in shards of {manifest['shard_size']} are more than the "
+            f"{MAX_SHARDS} shards that have names"
+        )
     _check_widths(manifest, name=name)
     if not allow_incomplete:
         ensure_manifest_complete(manifest, cache_dir)

@@ -14,9 +14,10 @@ import torch
 
 from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError, SettingsError
-from dspark_cache.files import dump_json, file_digest, put_file, put_folder, put_json
+from dspark_cache.files import dump_json, file_digest, put_file, put_folder
 from dspark_cache.ledger import Ledger, Place, place_samples
 from dspark_cache.manifest import MAX_SHARDS, build_cache_manifest, ragged_manifest, version_of, write_manifest
+from dspark_cache.provenance import FileRecord, Provenance
 from dspark_cache.ragged import feature_specs, samples_name, samples_specs
 from dspark_cache.reader import sample_specs
 from dspark_cache.schema import (
@@ -28,14 +29,13 @@ from dspark_cache.schema import (
     LM_HEAD_KEY,
     LOSS_MASK,
     MANIFEST_NAME,
-    PROVENANCE_NAME,
     SAMPLE_OFFSETS,
     STAGE_VERSIONS,
     TARGET_WEIGHTS_NAME,
     TensorSpec,
 )
 from dspark_cache.shard_file import ShardFile, ShardWriter
-from dspark_cache.shards import num_shards, shard_name
+from dspark_cache.shards import cut_by_bytes, num_shards, shard_name
 from dspark_cache.target_weights import put_target_weights
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def publish_cache(captured: Captured, settings: Settings, path: Path, make_progr
 
     Args:
         captured: Tokens, ledger and blocks.
-        settings: Section `cache` says what to write, `runtime` how to treat the blocks.
+        settings: Section `cache` says what to write, `runtime.check_blocks` how to check the blocks.
         path: Folder of the cache; an earlier one is replaced.
         make_progress: Given the number of bytes to write.
 
@@ -169,9 +169,6 @@ def publish_cache(captured: Captured, settings: Settings, path: Path, make_progr
     with store.lock():
         ensure_blocks(ledger, store, check_digest=settings.runtime.check_blocks == "digest")
         _publish(captured, settings.cache, path, make_progress)
-        # Only now: a run that is killed before has lost nothing.
-        if not settings.runtime.keep_blocks:
-            store.remove_blocks(ledger.blocks)
 
 
 def _publish(captured: Captured, settings: CacheSettings, path: Path, make_progress: Callable[[int], Progress]) -> None:
@@ -183,14 +180,14 @@ def _publish(captured: Captured, settings: CacheSettings, path: Path, make_progr
     total = sum(_shard_bytes(shard, specs, settings) for shard in shards)
     with put_folder(path) as folder, make_progress(total) as progress:
         write_manifest(folder, {**manifest, "complete": False})
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, FileRecord] = {}
         write = _write_padded if settings.layout == "padded" else _write_ragged
         for number, shard in enumerate(shards):
             files |= write(folder, number, shard, _Job(specs=specs, source=source, progress=progress))
         files[TARGET_WEIGHTS_NAME] = _write_weights(folder / TARGET_WEIGHTS_NAME, captured, settings)
         final = dump_json({**manifest, "complete": True, "format_version": version_of(manifest)}).encode()
-        files[MANIFEST_NAME] = {"bytes": len(final), "sha256": hashlib.sha256(final).hexdigest()}
-        put_json(folder / PROVENANCE_NAME, provenance(captured, settings, files))
+        files[MANIFEST_NAME] = FileRecord(num_bytes=len(final), sha256=hashlib.sha256(final).hexdigest(), counts={})
+        build_provenance(tokens, ledger, settings, files).put(folder)
         write_manifest(folder, {**manifest, "complete": True})
 
 
@@ -217,18 +214,10 @@ def cut_shards(samples: Sequence[PlacedSample], ledger: Ledger, settings: CacheS
         step = settings.shard_size
         return [list(samples[start : start + step]) for start in range(0, len(samples), step)]
     row_bytes = ledger.hidden_size * (len(ledger.layer_ids) + 1) * DTYPE_MAP[settings.dtype].itemsize
-    shards: list[list[PlacedSample]] = []
-    size = 0
-    for sample in samples:
-        num_bytes = sample.num_tokens * row_bytes
-        if not shards or size + num_bytes > settings.shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(sample)
-        size += num_bytes
-    if len(shards) > MAX_SHARDS:
-        raise SettingsError(f"cache.shard_bytes: {len(shards)} shards, more than the {MAX_SHARDS} names: raise it")
-    return shards
+    runs = cut_by_bytes((sample.num_tokens * row_bytes for sample in samples), settings.shard_bytes)
+    if len(runs) > MAX_SHARDS:
+        raise SettingsError(f"cache.shard_bytes: {len(runs)} shards, more than the {MAX_SHARDS} names: raise it")
+    return [list(samples[run.start : run.stop]) for run in runs]
 
 
 def _check_shard_count(num_samples: int, shard_size: int) -> None:
@@ -293,8 +282,8 @@ def _shard_bytes(samples: Sequence[PlacedSample], specs: dict[str, TensorSpec], 
     return tokens * (specs[HIDDEN].row_bytes + specs[LAST_HIDDEN].row_bytes)
 
 
-def _write_padded(folder: Path, number: int, samples: Sequence[PlacedSample], job: _Job) -> dict[str, Any]:
-    """Write one padded shard; return its file's entry in provenance.json."""
+def _write_padded(folder: Path, number: int, samples: Sequence[PlacedSample], job: _Job) -> dict[str, FileRecord]:
+    """Write one padded shard; return its file's record."""
     path = folder / shard_name(number)
     stacked = {key: spec.stacked(len(samples)) for key, spec in job.specs.items()}
     with put_file(path) as temporary, ShardWriter(temporary, stacked) as writer:
@@ -304,18 +293,18 @@ def _write_padded(folder: Path, number: int, samples: Sequence[PlacedSample], jo
                 _pad(writer, key, spec, sample.num_tokens, job.source.pad_token_id)
                 job.progress.advance(spec.num_bytes)
         digest = writer.finish()
-    return {path.name: {**_entry(path, digest), **job.source.counts(samples)}}
+    return {path.name: _record(path, digest, job.source.counts(samples))}
 
 
-def _write_ragged(folder: Path, number: int, samples: Sequence[PlacedSample], job: _Job) -> dict[str, Any]:
-    """Write the two files of one ragged shard; return their entries in provenance.json."""
+def _write_ragged(folder: Path, number: int, samples: Sequence[PlacedSample], job: _Job) -> dict[str, FileRecord]:
+    """Write the two files of one ragged shard; return their records."""
     lengths = [sample.num_tokens for sample in samples]
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     parts = {
         folder / shard_name(number): feature_specs(sum(lengths), len(samples), job.specs),
         folder / samples_name(number): samples_specs(sum(lengths), len(samples)),
     }
-    entries = {}
+    records = {}
     for path, tensors in parts.items():
         with put_file(path) as temporary, ShardWriter(temporary, tensors) as writer:
             for key, spec in tensors.items():
@@ -323,14 +312,14 @@ def _write_ragged(folder: Path, number: int, samples: Sequence[PlacedSample], jo
                     writer.append(key, job.source.rows(key, sample))
                     job.progress.advance(sample.num_tokens * spec.row_bytes if key in (HIDDEN, LAST_HIDDEN) else 0)
             writer.append(SAMPLE_OFFSETS, offsets)
-            entries[path.name] = _entry(path, writer.finish(), temporary)
-    entries[shard_name(number)] |= job.source.counts(samples)
-    return entries
+            digest = writer.finish()
+        counts = job.source.counts(samples) if path.name == shard_name(number) else {}
+        records[path.name] = _record(path, digest, counts)
+    return records
 
 
-def _entry(path: Path, digest: str, written: Path | None = None) -> dict[str, Any]:
-    """Return size and digest of a file, at `written` while it is not in place yet."""
-    return {"bytes": (written or path).stat().st_size, "sha256": digest}
+def _record(path: Path, digest: str, counts: dict[str, int]) -> FileRecord:
+    return FileRecord(num_bytes=path.stat().st_size, sha256=digest, counts=counts)
 
 
 def _pad(writer: ShardWriter, key: str, spec: TensorSpec, length: int, pad_token_id: int) -> None:
@@ -342,7 +331,7 @@ def _pad(writer: ShardWriter, key: str, spec: TensorSpec, length: int, pad_token
         writer.append_zeros(key, missing * spec.row_bytes)
 
 
-def _write_weights(path: Path, captured: Captured, settings: CacheSettings) -> dict[str, Any]:
+def _write_weights(path: Path, captured: Captured, settings: CacheSettings) -> FileRecord:
     """Write embedding and lm_head in the cache's dtype; tied ones under both names in format 1, once in format 2."""
     ledger = captured.ledger
     file = ShardFile(captured.store.folder / WEIGHTS_NAME)
@@ -352,24 +341,24 @@ def _write_weights(path: Path, captured: Captured, settings: CacheSettings) -> d
     head = file.read_rows(LM_HEAD_KEY, 0, spec.shape[0]) if LM_HEAD_KEY in file.places else embed
     tied_once = settings.layout == "ragged"
     digest = put_target_weights(path, embed, head, DTYPE_MAP[settings.dtype], tied_once=tied_once)
-    return _entry(path, digest)
+    return _record(path, digest, {})
 
 
-def provenance(captured: Captured, settings: CacheSettings, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return what provenance.json holds: what the cache was made from, and the digest of each file."""
-    tokens, ledger = captured.tokens, captured.ledger
+def build_provenance(
+    tokens: Tokens, ledger: Ledger, settings: CacheSettings, files: dict[str, FileRecord]
+) -> Provenance:
+    """Return what the cache was made from, with the records of its files."""
     counts = ("num_samples", "num_tokens", "supervised_tokens", "truncated_samples", "unsupervised_samples")
-    return {
-        "provenance_version": 1,
-        "layout": settings.layout,
-        "shards_version": STAGE_VERSIONS["shards"],
-        "pad_token_id": tokens.pad_token_id,
-        "tokens": {key: value for key, value in tokens.identity.items() if key not in counts},
-        "capture": {
+    return Provenance(
+        layout=settings.layout,
+        shards_version=STAGE_VERSIONS["shards"],
+        pad_token_id=tokens.pad_token_id,
+        tokens={key: value for key, value in tokens.identity.items() if key not in counts},
+        capture={
             "identity": ledger.identity,
             "environments": ledger.environments(),
             "dropped": ledger.dropped,
             "logits": ledger.logits,
         },
-        "files": files,
-    }
+        files=files,
+    )

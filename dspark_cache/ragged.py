@@ -14,11 +14,12 @@ import torch
 
 from dspark_cache.errors import CacheFormatError
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, TensorSpec
-from dspark_cache.shard_file import ShardFile
+from dspark_cache.shard_file import open_cache_file
 from dspark_cache.shards import shard_name
 
 if TYPE_CHECKING:
     from dspark_cache.manifest import PathLike
+    from dspark_cache.shard_file import ShardFile
 
 
 def samples_name(shard_index: int) -> str:
@@ -75,8 +76,8 @@ class RaggedShard:
             CacheFormatError: A file is not as the manifest says; it is named.
         """
         self._shape = shape
-        self._states = ShardFile(Path(cache_dir) / shard_name(shard_index))
-        self._tokens = ShardFile(Path(cache_dir) / samples_name(shard_index))
+        self._states = open_cache_file(Path(cache_dir) / shard_name(shard_index))
+        self._tokens = open_cache_file(Path(cache_dir) / samples_name(shard_index))
         self._states.require((LAST_HIDDEN,))
         tokens = (self._states.places[LAST_HIDDEN].spec.shape or (0,))[0]
         self._states.expect(feature_specs(tokens, num_samples, shape.sample), exactly=True)
@@ -91,11 +92,16 @@ class RaggedShard:
                 f"{self._states.name}: sample_offsets do not cut {tokens} tokens into samples of 1 to "
                 f"{shape.seq_length} tokens"
             )
-        self._offsets: list[int] = offsets.tolist()
+        self._offsets = offsets
+
+    @property
+    def files(self) -> tuple[ShardFile, ShardFile]:
+        """The file of states and the file of ids and masks."""
+        return self._states, self._tokens
 
     def read(self, row: int) -> dict[str, torch.Tensor]:
         """Return one sample, padded, in memory of its own."""
-        start, stop = self._offsets[row], self._offsets[row + 1]
+        start, stop = self._offsets[row : row + 2].tolist()
         sample = {}
         for key, spec in self._shape.sample.items():
             fill = self._shape.pad_token_id if key == INPUT_IDS else 0

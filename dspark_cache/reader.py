@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from itertools import accumulate
@@ -29,6 +30,7 @@ from dspark_cache.manifest import (
     read_offline_manifest,
     require_fields,
 )
+from dspark_cache.pins import Pin, ensure_sample_fits, folder_digest
 from dspark_cache.ragged import RaggedShape, RaggedShard
 from dspark_cache.schema import (
     CACHE_KEYS,
@@ -41,14 +43,16 @@ from dspark_cache.schema import (
     LOSS_MASK,
     TensorSpec,
 )
-from dspark_cache.shard_file import ShardFile
+from dspark_cache.shard_file import open_cache_file
 from dspark_cache.shards import shard_path, shard_rows, validate_contiguous_shards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MAX_OPEN_FILES = 32
-"""Default bound; well under the 64 that a strict `ulimit -n` leaves."""
+    from dspark_cache.shard_file import ShardFile
+
+MAX_OPEN_FILES = 16
+"""Default bound: under a strict `ulimit -n` of 64 torch takes some 24 in a worker, for what it shares."""
 
 
 class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
@@ -90,12 +94,14 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             raise ValueError(f"max_open_files must be at least 1, found {max_open_files}")
         self.cache_dir = str(cache_dir)
         self.disk_keys = tuple(disk_keys)
+        pin = folder_digest(Path(cache_dir))
         self.manifest = self._read_manifest(cache_name, format_version)
         self._max_open_files = max_open_files
         self._open_handles: OrderedDict[int, Any] = OrderedDict()
         self._renew_lock()
         self._shard_indices = self._find_shards(cache_name)
-        self._check_headers()
+        self._pin = Pin(Path(cache_dir), pin, self._check_headers())
+        self._pin.ensure_same_folder()
 
     @property
     def _files_per_shard(self) -> int:
@@ -112,6 +118,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             IndexError: `index` is outside -len..len-1.
             TypeError: `index` is no integer.
             CacheFormatError: The shard is no longer what it was when the cache was opened.
+            CacheNotFoundError: The shard is gone.
         """
         position = operator.index(index)
         if not -self.num_samples <= position < self.num_samples:
@@ -122,6 +129,10 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
     def shard_of(self, index: int) -> int:
         """Return the shard that holds sample `index` (0..len-1)."""
         return self._locate(index)[0]
+
+    def samples_of(self, shard: int) -> range:
+        """Return the indices of the samples of shard `shard` (0..N-1)."""
+        return range(shard * self.shard_size, min((shard + 1) * self.shard_size, self.num_samples))
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Return shard and row of a sample."""
@@ -163,7 +174,9 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         with self._lock:
             file = self._open_handles.get(shard_index)
             if file is None:
-                file = self._open(shard_index)
+                with self._pin.explaining():
+                    file = self._open(shard_index)
+                self._pin.ensure_same(shard_index, self._files_of(file))
                 self._open_handles[shard_index] = file
                 if len(self._open_handles) * self._files_per_shard > max(self._max_open_files, self._files_per_shard):
                     self._open_handles.popitem(last=False)
@@ -172,26 +185,34 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _open(self, shard_index: int) -> Any:
         """Open a shard and compare its header with what every shard of this cache must have."""
-        file = ShardFile(Path(shard_path(self.cache_dir, shard_index)))
+        file = open_cache_file(Path(shard_path(self.cache_dir, shard_index)))
         rows = shard_rows(self.num_samples, self.shard_size, shard_index)
         specs = {key: spec.stacked(rows) for key, spec in self._sample_specs.items()}
         file.expect(specs, exactly=False)
         return file
 
-    def _check_headers(self) -> None:
-        """Open each shard once. The first one says what a sample is, unless the manifest does."""
+    def _files_of(self, file: Any) -> tuple[ShardFile, ...]:
+        """Return the files that an open shard consists of."""
+        return (file,)
+
+    def _check_headers(self) -> array[int]:
+        """Open each shard once; return the states of their files. The first says what a sample is, if nobody else."""
         self._sample_specs = self._specs_of_manifest()
         if not self._sample_specs and self._shard_indices:
             self._sample_specs = self._specs_of_first_shard()
+        ensure_sample_fits(self._sample_specs, self.cache_dir)
+        states = array("Q")
         for shard_index in self._shard_indices:
-            self._open(shard_index)
+            for file in self._files_of(self._open(shard_index)):
+                states.extend(file.state)
+        return states
 
     def _specs_of_manifest(self) -> dict[str, TensorSpec]:
         """Return dtype and shape of one sample's tensors as far as the manifest fixes them all, or nothing."""
         return {}
 
     def _specs_of_first_shard(self) -> dict[str, TensorSpec]:
-        file = ShardFile(Path(shard_path(self.cache_dir, 0)))
+        file = open_cache_file(Path(shard_path(self.cache_dir, 0)))
         missing = [key for key in self.disk_keys if key not in file.places]
         scalars = [key for key in self.disk_keys if key in file.places and not file.places[key].spec.shape]
         if missing or scalars:
@@ -249,6 +270,9 @@ class CachedDSparkDataset(CachedTensorDataset):
     def _files_per_shard(self) -> int:
         return 2 if is_ragged(self.manifest) else 1
 
+    def _files_of(self, file: Any) -> tuple[ShardFile, ...]:
+        return file.files if isinstance(file, RaggedShard) else super()._files_of(file)
+
     def _find_shards(self, cache_name: str) -> list[int]:
         if not is_ragged(self.manifest):
             return super()._find_shards(cache_name)
@@ -257,6 +281,10 @@ class CachedDSparkDataset(CachedTensorDataset):
         self.shard_size = max(counts, default=1)
         self._starts = [0, *accumulate(counts)]
         return validate_contiguous_shards(self.cache_dir, cache_name, len(counts), 1)
+
+    def samples_of(self, shard: int) -> range:
+        """Return the indices of the samples of shard `shard` (0..N-1)."""
+        return range(*self._starts[shard : shard + 2]) if is_ragged(self.manifest) else super().samples_of(shard)
 
     def _locate(self, position: int) -> tuple[int, int]:
         if not is_ragged(self.manifest):

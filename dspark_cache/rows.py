@@ -16,14 +16,15 @@ from array import array
 from bisect import bisect_right
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 from dspark_cache.errors import InputError, RowError
+from dspark_cache.files import make_folder, temporary_folder
 from dspark_cache.inputs import input_files, missing_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 TRAIN: Final = "train"
 """The only split of local files that are not Parquet."""
@@ -182,7 +183,7 @@ class _UnpackedLines(_JsonLines):
     """JSON lines of a gzip file, unpacked once into a file without a name."""
 
     def __init__(self, path: Path, scratch: Path) -> None:
-        scratch.mkdir(parents=True, exist_ok=True)
+        make_folder(scratch)
         self._unpacked = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - closed with this object
         weakref.finalize(self, self._unpacked.close)
         with _unpacking(path), gzip.open(path, "rb") as packed:
@@ -280,14 +281,13 @@ def _load(path: Path, scratch: Path, load: Callable[[str, str], Any]) -> Any:
 
     was_silent = are_progress_bars_disabled()
     disable_progress_bars()
-    scratch.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="rows-", dir=scratch) as folder:
+        with temporary_folder(scratch, "rows") as folder:
             # The link lies apart from the cache, whose folders take the name of what is loaded.
-            link = Path(folder, "links", "rows" if path.is_dir() else "rows.parquet")
+            link = folder / "links" / ("rows" if path.is_dir() else "rows.parquet")
             link.parent.mkdir()
             link.symlink_to(path.resolve())
-            return load(str(link.with_suffix("")), str(Path(folder, "cache")))
+            return load(str(link.with_suffix("")), str(folder / "cache"))
     except Exception as error:
         raise InputError(f"data.path: {path} cannot be read: {error.__cause__ or error}") from error
     finally:

@@ -70,8 +70,11 @@ SAFETENSORS_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 SAFETENSORS_NAMES: Final = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
-STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 1, "shards": 1, "verify": 1}
+STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 1, "shards": 2, "verify": 2}
 """Raised when the same input would give other output; `stages/versions.yaml` holds the same numbers."""
+
+VERIFY_LEVELS: Final = ("files", "headers", "bytes", "values", "supervision")
+"""How far a cache is checked; each level includes those before it."""
 
 IDENTITY_EXEMPT: Final = ("format_version", "complete")
 """Manifest keys that describe the state of the files, not what they were made from."""

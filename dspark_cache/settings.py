@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from dspark_cache.errors import SettingsError
-from dspark_cache.schema import DTYPE_MAP
+from dspark_cache.schema import DTYPE_MAP, VERIFY_LEVELS
 from dspark_cache.strict_json import is_int
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 ENVIRONMENT_PREFIX = "DSPARK_"
 YAML_ERRORS = (YAMLError, ValueError, RecursionError)
 """What ruamel.yaml raises on bad text; ValueError comes from dates that do not exist and from bad UTF-8."""
-VERIFY_LEVELS = ("files", "headers", "bytes", "values")
 
 
 def _at_least(default: Any, minimum: int) -> Any:

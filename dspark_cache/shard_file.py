@@ -10,8 +10,10 @@ spaces to a multiple of 8, then the tensors' bytes, contiguous.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
 import stat
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import torch
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import byte_view, write_exactly
 from dspark_cache.schema import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, TensorSpec
-from dspark_cache.strict_json import is_int, parse_json_object
+from dspark_cache.strict_json import ensure_no_foreign_link, is_int, parse_json_object, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,6 +36,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 8
 _ZEROS = bytes(1 << 20)
+_HASH_BYTES = 1 << 22
 _READ_BYTES = 1 << 30
 """A read of Linux gives at most 2 GiB at a time."""
 
@@ -187,6 +190,11 @@ class ShardWriter:
         self._position += len(view)
 
 
+def physical_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def read_exactly(descriptor: int, into: memoryview, offset: int, *, name: str) -> None:
     """Fill `into` from `offset` of an open file, in one copy.
 
@@ -204,16 +212,20 @@ def read_exactly(descriptor: int, into: memoryview, offset: int, *, name: str) -
 def _parse_entry(name: str, key: str, entry: Any) -> tuple[TensorSpec, int, int]:
     """Check one header entry; return its spec and byte range within the data."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CacheFormatError(f"{name}: header entry {key!r} is malformed: {entry!r:.80}")
+        raise CacheFormatError(f"{name}: header entry {shortened(key)} is malformed: {shortened(entry)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     dtype = SAFETENSORS_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     lists = [shape, offsets] if isinstance(shape, list) and isinstance(offsets, list) else [[], []]
     numbers_fit = all(is_int(value) and 0 <= value < 1 << 63 for values in lists for value in values)
     if dtype is None or len(lists[1]) != 2 or len(lists[0]) > MAX_DIMENSIONS or not numbers_fit:
-        raise CacheFormatError(f"{name}: header entry {key!r} is malformed: {entry!r:.80}")
+        raise CacheFormatError(f"{name}: header entry {shortened(key)} is malformed: {shortened(entry)}")
     spec = TensorSpec(dtype=dtype, shape=tuple(shape))
     if offsets[1] - offsets[0] != spec.num_bytes:
-        raise CacheFormatError(f"{name}: {key!r} has {offsets[1] - offsets[0]} bytes, its shape {spec.num_bytes}")
+        found, expected = offsets[1] - offsets[0], spec.num_bytes
+        raise CacheFormatError(f"{name}: {shortened(key)} has {found} bytes, its shape {shortened(expected)}")
+    # A tensor without elements may have any other extents, but none that torch could not count.
+    if math.prod(max(extent, 1) for extent in shape) >= 1 << 63:
+        raise CacheFormatError(f"{name}: header entry {shortened(key)} is malformed: {shortened(entry)}")
     return spec, offsets[0], offsets[1]
 
 
@@ -237,7 +249,14 @@ def _parse_header(text: bytes, *, name: str, data_start: int, size: int) -> dict
 
 
 class ShardFile:
-    """An open safetensors file, read by position. The file closes when the last user lets go of it."""
+    """An open safetensors file, read by position. The file closes when the last user lets go of it.
+
+    Attributes:
+        name: Path of the file, for messages.
+        size: Its bytes.
+        state: Inode, size and mtime in nanoseconds, by which another file in its place is noticed.
+        places: Key to where its tensor lies.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open `path` and check its header against its size.
@@ -252,10 +271,15 @@ class ShardFile:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise CacheNotFoundError(f"no such file: {path}") from error
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # links in a circle, a socket
+                raise CacheFormatError(f"{path} is no regular file") from error
+            raise
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise CacheFormatError(f"{path} is no regular file")
         self.size = status.st_size
+        self.state = (status.st_ino, status.st_size, status.st_mtime_ns % (1 << 64))
         self.places = self._read_header()
 
     def _read_header(self) -> dict[str, TensorPlace]:
@@ -273,6 +297,15 @@ class ShardFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
+    def sha256(self) -> str:
+        """Return the digest of the file's content, read through this open file."""
+        digest, chunk = hashlib.sha256(), memoryview(bytearray(min(self.size, _HASH_BYTES)))
+        for offset in range(0, self.size, _HASH_BYTES):
+            part = chunk[: self.size - offset]
+            read_exactly(self._descriptor, part, offset, name=self.name)
+            digest.update(part)
+        return digest.hexdigest()
+
     def expect(self, specs: Mapping[str, TensorSpec], *, exactly: bool) -> None:
         """Compare the header with `specs`, all keys at once; `exactly` also refuses further keys.
 
@@ -288,7 +321,7 @@ class ShardFile:
         ]
         surplus = sorted(set(self.places) - set(specs)) if exactly else []
         if surplus:
-            faults.append(f"unexpected keys {surplus}")
+            faults.append(f"unexpected keys {shortened(surplus)}")
         if faults:
             raise CacheFormatError(f"{self.name}: " + "; ".join(faults))
 
@@ -303,8 +336,15 @@ class ShardFile:
             raise CacheFormatError(f"{self.name}: missing required keys {missing}")
 
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows start (included) to stop (excluded) of `key` in memory of their own."""
+        """Return rows start (included) to stop (excluded) of `key` in memory of their own.
+
+        Raises:
+            CacheFormatError: More bytes than this machine has memory: the header may be anybody's.
+        """
         place = self.places[key]
+        if (stop - start) * place.spec.row_bytes > physical_memory():
+            size = (stop - start) * place.spec.row_bytes
+            raise CacheFormatError(f"{self.name}: {size} bytes of {key} are more than the memory of this machine")
         rows = torch.empty((stop - start, *place.spec.shape[1:]), dtype=place.spec.dtype)
         self.read_into(key, start, rows)
         return rows
@@ -314,6 +354,17 @@ class ShardFile:
         place = self.places[key]
         offset = place.offset + start * place.spec.row_bytes
         read_exactly(self._descriptor, byte_view(rows), offset, name=self.name)
+
+
+def open_cache_file(path: Path) -> ShardFile:
+    """Open a file inside a cache, which may come from elsewhere.
+
+    Raises:
+        CacheNotFoundError: There is no such file.
+        CacheFormatError: A link out of the cache, or refused by `ShardFile`.
+    """
+    ensure_no_foreign_link(path)
+    return ShardFile(path)
 
 
 def _describe(spec: TensorSpec) -> str:

@@ -14,7 +14,7 @@ from dspark_cache.schema import CACHE_KEYS, DSPARK_NAME
 from dspark_cache.shard_file import write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
@@ -46,6 +46,25 @@ def existing_shard_indices(cache_dir: PathLike) -> set[int]:
     matches = [match for match in map(SHARD_RE.match, names) if match]
     # The pattern also takes other scripts' digits and a line feed at the end, which no writer writes.
     return {int(match[1]) for match in matches if match.string == shard_name(int(match[1]))}
+
+
+def cut_by_bytes(sizes: Iterable[int], limit: int) -> list[range]:
+    """Cut a sequence into runs, greedily: a run is full where the next item would take it over `limit` bytes.
+
+    An item larger than that has a run of its own. Items appended later leave all runs but the last as they are.
+
+    Returns:
+        Indices of each run.
+    """
+    runs: list[range] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        if not runs or total + size > limit:
+            runs.append(range(index, index))
+            total = 0
+        runs[-1] = range(runs[-1].start, index + 1)
+        total += size
+    return runs
 
 
 def num_shards(num_samples: int, shard_size: int) -> int:

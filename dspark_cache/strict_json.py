@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from dspark_cache.errors import CacheFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 MAX_JSON_BYTES = 1 << 30
+MAX_SHOWN = 200
+MAX_DEPTH = 64
+"""Objects and lists inside one another. Nothing of ours has ten; a thousand would be too deep for pickle."""
 MAX_INTEGER_DIGITS = 20
 """Longer integers are no size of anything; parsing them takes quadratic time."""
 
@@ -27,11 +31,40 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def shortened(value: object) -> str:
+    """Return the representation of an untrusted value, cut so that a message stays one."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def is_same_json(one: Any, other: Any) -> bool:
+    """Say whether two values are the same in JSON, where 0 is neither false nor 0.0."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def printable(text: str) -> str:
+    """Return an untrusted text as one line without control characters, which could forge what a terminal shows."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for item in level:
+            children = item.values() if isinstance(item, dict) else item
+            inner += [child for child in children if isinstance(child, dict | list)]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"duplicate keys {twice[:10]}")
+        raise ValueError(f"duplicate keys {shortened(twice)}")
     return found
 
 
@@ -76,7 +109,24 @@ def parse_json_object(text: bytes, *, name: str) -> dict[str, Any]:
         raise CacheFormatError(f"{name} is not valid JSON: nested too deep") from error
     if not isinstance(value, dict):
         raise CacheFormatError(f"{name} must hold a JSON object, found {type(value).__name__}")
+    if _is_too_deep(value):
+        raise CacheFormatError(f"{name} is not valid JSON: nested too deep")
     return value
+
+
+def ensure_no_foreign_link(path: Path) -> None:
+    """Refuse a link inside a cache, which may come from elsewhere, unless it leads into a content-addressed store.
+
+    DVC links a cache's files to `.../files/md5/XX/...`, Hugging Face's hub its snapshots' to `.../blobs/...`.
+
+    Raises:
+        CacheFormatError: `path` is another link.
+    """
+    if not path.is_symlink():
+        return
+    parts = Path(os.path.realpath(path)).parts
+    if parts[-4:-2] != ("files", "md5") and parts[-2:-1] != ("blobs",):
+        raise CacheFormatError(f"{path} is a link to {path.readlink()}: a cache holds files, copy it there")
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

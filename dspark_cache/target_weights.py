@@ -10,7 +10,7 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.manifest import is_ragged, read_manifest
 from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, TARGET_WEIGHTS_NAME
-from dspark_cache.shard_file import ShardFile, write_tensors
+from dspark_cache.shard_file import open_cache_file, write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def read_target_weight_modules(cache_dir: PathLike) -> tuple[SimpleNamespace, Si
         CacheNotFoundError: There is no such file.
         CacheFormatError: Truncated, malformed, keys missing, or shapes that do not fit each other.
     """
-    file = ShardFile(Path(target_weights_path(cache_dir)))
+    file = open_cache_file(Path(target_weights_path(cache_dir)))
     is_tied = LM_HEAD_KEY not in file.places and _stores_tied_weights_once(cache_dir)
     keys = (EMBED_KEY, EMBED_KEY) if is_tied else (EMBED_KEY, LM_HEAD_KEY)
     file.require(keys)

@@ -44,6 +44,29 @@ def sample_key(input_ids: torch.Tensor) -> str:
 
 
 @dataclass(slots=True)
+class SpanPrefix:
+    """The ids that all supervised spans begin with: what a chat template puts there, if there are many spans."""
+
+    num_spans: int = 0
+    """Runs of supervised tokens that end before a cut."""
+    ids: list[int] = field(default_factory=list)
+
+    def add(self, input_ids: list[int], loss_mask: list[int], *, is_cut: bool) -> None:
+        """Take the spans of one sample; the last one of a sample that `is_cut` may have lost its end."""
+        for start, end in _spans(loss_mask):
+            if end < len(loss_mask) or not is_cut:
+                self.merge(SpanPrefix(num_spans=1, ids=input_ids[start:end]))
+
+    def merge(self, other: SpanPrefix) -> None:
+        """Take the spans that `other` has seen."""
+        if not self.num_spans:
+            self.ids = other.ids
+        elif other.num_spans:
+            self.ids = self.ids[: common_prefix(self.ids, other.ids)]
+        self.num_spans += other.num_spans
+
+
+@dataclass(slots=True)
 class TokenCounts:
     """What was kept, cut and dropped, counted while the samples come by."""
 
@@ -54,10 +77,7 @@ class TokenCounts:
     unsupervised_samples: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
-    num_spans: int = 0
-    """Runs of supervised tokens that end before a cut."""
-    span_prefix: list[int] = field(default_factory=list)
-    """Ids that all of them begin with."""
+    spans: SpanPrefix = field(default_factory=SpanPrefix)
 
     def add(self, sample: TokenizedSample) -> None:
         """Count one kept sample."""
@@ -68,16 +88,7 @@ class TokenCounts:
         self.truncated_samples += sample.truncated
         self.unsupervised_samples += supervised == 0
         self.notes.update(sample.notes)
-        for start, end in _spans(sample.loss_mask):
-            if end < len(sample.loss_mask) or not sample.truncated:
-                self._add_span(sample.input_ids[start:end])
-
-    def _add_span(self, ids: list[int]) -> None:
-        if self.num_spans:
-            self.span_prefix = self.span_prefix[: common_prefix(self.span_prefix, ids)]
-        else:
-            self.span_prefix = ids
-        self.num_spans += 1
+        self.spans.add(sample.input_ids, sample.loss_mask, is_cut=sample.truncated)
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts under their names, reasons sorted."""
@@ -93,8 +104,9 @@ class TokenCounts:
 
 
 def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield start (included) and end (excluded) of each run of ones."""
-    edges = [i for i, (bit, before) in enumerate(zip([*mask, 0], [0, *mask], strict=True)) if bit != before]
+    """Yield start (included) and end (excluded) of each run of values that are not zero."""
+    bits = [bool(value) for value in mask]
+    edges = [i for i, (bit, before) in enumerate(zip([*bits, False], [False, *bits], strict=True)) if bit != before]
     yield from zip(edges[::2], edges[1::2], strict=True)
 
 
@@ -236,13 +248,13 @@ def report_supervision(
     )
     if not has_markers:
         logger.warning("the chat template has no generation markers: whole assistant turns count, %.1f %%", percent)
-    if counts.num_spans > 1 and counts.span_prefix:
+    if counts.spans.num_spans > 1 and counts.spans.ids:
         remedy = "" if masks_prompt else ": data.mask_generation_prompt: true leaves out what the template puts there"
         logger.warning(
             "all %d supervised spans begin with the same %d token(s) %r%s",
-            counts.num_spans,
-            len(counts.span_prefix),
-            decode(counts.span_prefix),
+            counts.spans.num_spans,
+            len(counts.spans.ids),
+            decode(counts.spans.ids),
             remedy,
         )
     for note, count in sorted(counts.notes.items()):

@@ -1,20 +1,26 @@
-"""Verifying a published cache, level by level: files, headers, bytes, values. Nothing is ever changed.
+"""Verifying a published cache, level by level: files, headers, bytes, values, supervision. Nothing is ever changed.
 
-Each level is a function from a `CacheFolder` to findings; `verify_cache` runs them up to the level asked for. A
-level that would stumble over what an earlier one found is not run.
+Files and headers are checked for the whole cache; where they are sound, bytes and values are checked shard by shard,
+several at a time, so that a shard's second reading finds it in memory. A level that would stumble over what an earlier
+one found is not run.
 """
 
 from __future__ import annotations
 
-import stat
+from array import array
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark_cache.errors import DsparkCacheError
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, DsparkCacheError
 from dspark_cache.files import file_digest
 from dspark_cache.manifest import dspark_fields, is_ragged, read_manifest, require_fields
+from dspark_cache.provenance import COUNTS, FileRecord, Provenance, read_provenance
 from dspark_cache.ragged import RaggedShape, RaggedShard, samples_name
 from dspark_cache.reader import CachedDSparkDataset, sample_specs
 from dspark_cache.schema import (
@@ -28,19 +34,21 @@ from dspark_cache.schema import (
     MANIFEST_NAME,
     PROVENANCE_NAME,
     TARGET_WEIGHTS_NAME,
+    VERIFY_LEVELS,
     TensorSpec,
 )
-from dspark_cache.settings import VERIFY_LEVELS
-from dspark_cache.shard_file import ShardFile
+from dspark_cache.shard_file import open_cache_file, physical_memory
 from dspark_cache.shards import num_shards, shard_name, shard_rows
-from dspark_cache.strict_json import is_int, is_sha256, read_json_object
+from dspark_cache.strict_json import ensure_no_foreign_link, is_same_json, printable
+from dspark_cache.tokens import MAX_PLAUSIBLE_PERCENT, SpanPrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from dspark_cache.tokens import Tokens
 
+_WEIGHT_BYTES = 1 << 26
 MAX_FINDINGS = 100
 """A level stops after so many: the cache is wrong, the rest adds nothing."""
 
@@ -61,11 +69,18 @@ class Finding:
 
     def __str__(self) -> str:
         """Return it as one line."""
-        return f"[{self.level}] {self.file}: {self.message}"
+        return f"[{self.level}] {printable(self.file)}: {self.message}"
 
 
 class CacheFolder:
-    """A cache to verify: its folder, its checked manifest and, where there is one, its provenance."""
+    """A cache to verify.
+
+    Attributes:
+        path: Its folder.
+        manifest: Its checked manifest.
+        provenance: Its provenance, where there is one.
+        shard_samples: Samples of each shard.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read manifest and provenance.
@@ -77,56 +92,82 @@ class CacheFolder:
         self.path = path
         self.manifest = read_manifest(path)
         require_fields(self.manifest, tuple(dspark_fields(self.manifest)), name=str(path / MANIFEST_NAME))
-        self.provenance: dict[str, Any] | None = None
-        if (path / PROVENANCE_NAME).exists():
-            self.provenance = read_json_object(path / PROVENANCE_NAME)
+        self.provenance = read_provenance(path)
+        self.shard_samples = _shard_samples(self.manifest)
+
+    def names_of(self, shard: int) -> list[str]:
+        """Return the names of the files of a shard."""
+        return [shard_name(shard), samples_name(shard)] if is_ragged(self.manifest) else [shard_name(shard)]
 
     @property
-    def shard_samples(self) -> list[int]:
-        """Samples of each shard."""
-        if is_ragged(self.manifest):
-            return list(self.manifest["shard_samples"])
-        num_samples, shard_size = self.manifest["num_samples"], self.manifest["shard_size"]
-        return [shard_rows(num_samples, shard_size, index) for index in range(num_shards(num_samples, shard_size))]
+    def names(self) -> set[str]:
+        """Names of all files that the manifest asks for."""
+        shards = range(len(self.shard_samples))
+        return {MANIFEST_NAME, TARGET_WEIGHTS_NAME, *(name for shard in shards for name in self.names_of(shard))}
 
-    @property
-    def shard_names(self) -> list[str]:
-        """Names of the files with samples that the manifest asks for."""
-        indices = range(len(self.shard_samples))
-        names = [shard_name(index) for index in indices]
-        return names + [samples_name(index) for index in indices] if is_ragged(self.manifest) else names
+    def recorded(self, name: str) -> FileRecord | None:
+        """Return what provenance.json records of a file."""
+        return self.provenance.files.get(name) if self.provenance else None
 
-    def recorded(self, name: str) -> dict[str, Any]:
-        """Return what provenance.json records of a file, or nothing."""
-        files = (self.provenance or {}).get("files")
-        entry = files.get(name) if isinstance(files, dict) else None
-        return entry if isinstance(entry, dict) else {}
+
+def _shard_samples(manifest: dict[str, Any]) -> list[int]:
+    """Return the number of samples of each shard."""
+    if is_ragged(manifest):
+        return list(manifest["shard_samples"])
+    num_samples, shard_size = manifest["num_samples"], manifest["shard_size"]
+    return [shard_rows(num_samples, shard_size, index) for index in range(num_shards(num_samples, shard_size))]
 
 
 def check_files(cache: CacheFolder) -> Iterator[Finding]:
     """Check names, kinds and sizes: nothing missing, nothing left over, no links."""
-    required = {MANIFEST_NAME, TARGET_WEIGHTS_NAME, *cache.shard_names}
-    found = {entry.name: entry.lstat() for entry in cache.path.iterdir()}
-    for name in sorted(required - found.keys()):
+    required = cache.names
+    found = {entry.name for entry in cache.path.iterdir()}
+    for name in sorted(required - found):
         yield Finding(level="files", file=name, message="is missing")
-    for name in sorted(found.keys() - required - {PROVENANCE_NAME}):
+    for name in sorted(found - required - {PROVENANCE_NAME}):
         yield Finding(level="files", file=name, message="does not belong into a cache")
-    for name in sorted(found.keys() & (required | {PROVENANCE_NAME})):
-        size = cache.recorded(name).get("bytes", found[name].st_size)
-        if not stat.S_ISREG(found[name].st_mode) and not _is_dvc_link(cache.path / name):
-            yield Finding(level="files", file=name, message="is no regular file")
-        elif (cache.path / name).stat().st_size != size:
-            actual = (cache.path / name).stat().st_size
-            yield Finding(level="files", file=name, message=f"has {actual} bytes, provenance.json says {size}")
+    for name in sorted(found & (required | {PROVENANCE_NAME})):
+        yield from _file_findings(cache, name)
+    if cache.provenance:
+        for name in sorted(cache.provenance.files.keys() - required):
+            yield Finding(level="files", file=PROVENANCE_NAME, message=f"records {name}, which is no file of the cache")
 
 
-def _is_dvc_link(path: Path) -> bool:
-    """Say whether `path` is a link into a DVC cache, as `cache.type = symlink` makes them."""
-    return path.is_symlink() and path.is_file() and path.resolve().parts[-4:-2] == ("files", "md5")
+def _file_findings(cache: CacheFolder, name: str) -> Iterator[Finding]:
+    path, recorded = cache.path / name, cache.recorded(name)
+    try:
+        ensure_no_foreign_link(path)
+    except CacheFormatError as error:
+        yield Finding(level="files", file=name, message=str(error))
+        return
+    if not path.is_file():
+        yield Finding(level="files", file=name, message="is no regular file")
+    elif recorded and (size := path.stat().st_size) != recorded.num_bytes:
+        yield Finding(level="files", file=name, message=f"has {size} bytes, provenance.json says {recorded.num_bytes}")
+
+
+def _provenance_findings(cache: CacheFolder, provenance: Provenance) -> Iterator[Finding]:
+    """Compare what provenance.json and the manifest both say."""
+    expected = {**cache.manifest, "layout": "ragged" if is_ragged(cache.manifest) else "padded"}
+    identity = provenance.capture.get("identity", {})
+    if not isinstance(identity, dict):
+        yield Finding(level="headers", file=PROVENANCE_NAME, message=f"capture.identity is {identity!r:.80}, no object")
+    sections = {
+        "": {"layout": provenance.layout, "pad_token_id": provenance.pad_token_id},
+        "tokens.": provenance.tokens,
+        "capture.identity.": identity if isinstance(identity, dict) else {},
+    }
+    for section, values in sections.items():
+        for key in sorted(values.keys() & expected.keys()):
+            if not is_same_json(values[key], expected[key]):
+                message = f"{section}{key} is {values[key]!r:.200}, manifest.json says {expected[key]!r:.200}"
+                yield Finding(level="headers", file=PROVENANCE_NAME, message=message)
 
 
 def check_headers(cache: CacheFolder) -> Iterator[Finding]:
-    """Check keys, dtypes, shapes and rows of every file against the manifest."""
+    """Check keys, dtypes, shapes and rows of every file against the manifest, and provenance against it too."""
+    if cache.provenance:
+        yield from _provenance_findings(cache, cache.provenance)
     manifest = cache.manifest
     specs = sample_specs(manifest)
     for index, rows in enumerate(cache.shard_samples):
@@ -148,7 +189,7 @@ def check_headers(cache: CacheFolder) -> Iterator[Finding]:
 def _keys(path: Path) -> set[str]:
     """Return the keys of a file; of one that cannot be read, all that are asked for."""
     try:
-        return set(ShardFile(path).places)
+        return set(open_cache_file(path).places)
     except (DsparkCacheError, OSError):
         return {EMBED_KEY, LM_HEAD_KEY}
 
@@ -163,43 +204,72 @@ def _ragged_findings(cache: CacheFolder, index: int, rows: int) -> Iterator[Find
 
 def _header_findings(path: Path, specs: dict[str, TensorSpec]) -> Iterator[Finding]:
     try:
-        ShardFile(path).expect(specs, exactly=True)
+        open_cache_file(path).expect(specs, exactly=True)
     except (DsparkCacheError, OSError) as error:
         yield Finding(level="headers", file=path.name, message=str(error))
 
 
-def check_bytes(cache: CacheFolder) -> Iterator[Finding]:
-    """Check the sha256 of every file against provenance.json."""
-    for name in [MANIFEST_NAME, TARGET_WEIGHTS_NAME, *cache.shard_names]:
-        recorded = cache.recorded(name).get("sha256")
-        if not is_sha256(recorded):
+def check_bytes(cache: CacheFolder, names: Iterable[str]) -> Iterator[Finding]:
+    """Check the sha256 of files against provenance.json."""
+    for name in names:
+        recorded = cache.recorded(name)
+        if recorded is None:
             yield Finding(level="bytes", file=name, message="provenance.json records no sha256 of it")
-        elif (found := file_digest(cache.path / name)) != recorded:
-            yield Finding(level="bytes", file=name, message=f"sha256 is {found}, provenance.json says {recorded}")
+            continue
+        try:
+            found = file_digest(cache.path / name)
+        except FileNotFoundError:
+            yield Finding(level="bytes", file=name, message="went missing while the cache was verified")
+            continue
+        if found != recorded.sha256:
+            message = f"sha256 is {found}, provenance.json says {recorded.sha256}"
+            yield Finding(level="bytes", file=name, message=message)
 
 
 @dataclass(slots=True)
 class Supervision:
-    """Counts over the samples of a cache, gathered while their values are checked."""
+    """Counts over samples, gathered while their values are checked."""
 
     num_samples: int = 0
     num_tokens: int = 0
     supervised_tokens: int = 0
     anchors: int = 0
     """Positions p with mask 1 at p and p+1."""
-    unsupervised_samples: int = 0
-    samples_without_anchor: int = 0
+    unsupervised: array[int] = field(default_factory=lambda: array("Q"))
+    """Indices of samples without a supervised token."""
+    without_anchor: array[int] = field(default_factory=lambda: array("Q"))
+    """Indices of samples without an anchor, those without a supervised token too."""
+    spans: SpanPrefix = field(default_factory=SpanPrefix)
 
-    def add(self, mask: torch.Tensor, length: int) -> None:
-        """Count one sample by its mask [S] and its number of real tokens."""
+    def add(self, index: int, sample: dict[str, torch.Tensor], length: int) -> None:
+        """Count sample `index`, of which the first `length` positions are real tokens."""
+        mask = sample[LOSS_MASK]
         supervised = int(mask.sum())
         anchors = int((mask[:-1] * mask[1:]).sum())
         self.num_samples += 1
         self.num_tokens += length
         self.supervised_tokens += supervised
         self.anchors += anchors
-        self.unsupervised_samples += supervised == 0
-        self.samples_without_anchor += anchors == 0
+        if not supervised:
+            self.unsupervised.append(index)
+        if not anchors:
+            self.without_anchor.append(index)
+        self.spans.add(sample[INPUT_IDS][:length].tolist(), mask[:length].tolist(), is_cut=length == len(mask))
+
+    def merge(self, other: Supervision) -> None:
+        """Take the counts of samples that come after these."""
+        self.num_samples += other.num_samples
+        self.num_tokens += other.num_tokens
+        self.supervised_tokens += other.supervised_tokens
+        self.anchors += other.anchors
+        self.unsupervised += other.unsupervised
+        self.without_anchor += other.without_anchor
+        self.spans.merge(other.spans)
+
+    @property
+    def percent(self) -> float:
+        """Share of real tokens that are supervised."""
+        return 100 * self.supervised_tokens / max(1, self.num_tokens)
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts and the supervised share."""
@@ -207,36 +277,99 @@ class Supervision:
             "num_samples": self.num_samples,
             "num_tokens": self.num_tokens,
             "supervised_tokens": self.supervised_tokens,
-            "supervised_fraction": round(self.supervised_tokens / max(1, self.num_tokens), 6),
+            "supervised_fraction": round(self.percent / 100, 6),
             "anchors": self.anchors,
-            "unsupervised_samples": self.unsupervised_samples,
-            "samples_without_anchor": self.samples_without_anchor,
+            "unsupervised_samples": len(self.unsupervised),
+            "samples_without_anchor": len(self.without_anchor),
+            "common_span_prefix_tokens": len(self.spans.ids) if self.spans.num_spans > 1 else 0,
         }
 
 
+Expected = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""Sample index to its ids and mask [T] in `tokens/`."""
+
+
 def check_values(
-    cache: CacheFolder, supervision: Supervision, expected: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None
+    cache: CacheFolder, dataset: CachedDSparkDataset, shard: int, supervision: Supervision, expected: Expected | None
 ) -> Iterator[Finding]:
-    """Check every sample: ids and mask in range, padding as the format says, states finite.
+    """Check every sample of a shard: ids and mask in range, padding as the format says, states finite.
 
     Args:
         cache: The cache.
-        supervision: Counts to add to.
-        expected: Sample index to its ids and mask [T] in `tokens/`; with it, ids, masks and order are compared
-            exactly. Without it a sample is taken to end at its last token with a state that is not zero.
+        dataset: Reads it.
+        shard: Index of the shard.
+        supervision: Counts of this shard alone, to add to.
+        expected: With it, ids, masks and order are compared exactly. Without it a sample is taken to end at its last
+            token with a state that is not zero.
     """
-    dataset = CachedDSparkDataset(cache.path)
-    pad = (cache.provenance or {}).get("pad_token_id")
-    for index in range(len(dataset)):
+    name = shard_name(shard)
+    for index in dataset.samples_of(shard):
         sample = dataset[index]
-        name = shard_name(dataset.shard_of(index))
         length = _real_length(sample) if expected is None else len(expected(index)[0])
-        supervision.add(sample[LOSS_MASK], length)
-        faults = _range_faults(sample, length, cache.manifest["target_vocab_size"], pad)
+        supervision.add(index, sample, length)
+        faults = _range_faults(sample, length, cache)
         if expected is not None:
             faults += _token_faults(sample, *expected(index))
         for fault in faults:
             yield Finding(level="values", file=name, message=f"sample {index}: {fault}")
+    yield from _count_findings(cache, name, supervision)
+
+
+def _count_findings(cache: CacheFolder, name: str, supervision: Supervision) -> Iterator[Finding]:
+    recorded = cache.recorded(name)
+    counts = (supervision.num_samples, supervision.num_tokens, supervision.supervised_tokens)
+    found = dict(zip(COUNTS, counts, strict=True))
+    if recorded and recorded.counts != found:
+        message = f"provenance.json says {dict(recorded.counts)}, its samples give {found}"
+        yield Finding(level="values", file=name, message=message)
+
+
+def check_weights(cache: CacheFolder) -> Iterator[Finding]:
+    """Check that lm_head is finite: one row that is not spoils every teacher distribution."""
+    file = open_cache_file(cache.path / TARGET_WEIGHTS_NAME)
+    key = LM_HEAD_KEY if LM_HEAD_KEY in file.places else EMBED_KEY
+    rows = file.places[key].spec.shape[0]
+    if file.places[key].spec.num_bytes > physical_memory():
+        message = f"{key} is larger than the memory of this machine"
+        yield Finding(level="values", file=TARGET_WEIGHTS_NAME, message=message)
+        return
+    step = max(1, _WEIGHT_BYTES // max(1, file.places[key].spec.row_bytes))
+    parts = (file.read_rows(key, row, min(row + step, rows)) for row in range(0, rows, step))
+    if not all(bool(torch.isfinite(part).all()) for part in parts):
+        message = f"{key} holds numbers that are not finite"
+        yield Finding(level="values", file=TARGET_WEIGHTS_NAME, message=message)
+
+
+def check_supervision(supervision: Supervision) -> Iterator[Finding]:
+    """Judge what is supervised, over the whole cache: what would train badly though it is well-formed."""
+    for message in _supervision_faults(supervision):
+        yield Finding(level="supervision", file=MANIFEST_NAME, message=message)
+
+
+def _supervision_faults(supervision: Supervision) -> Iterator[str]:
+    if not supervision.supervised_tokens:
+        yield "no token of any sample is supervised: does the chat template mark the answers?"
+        return
+    every = supervision.num_samples
+    if supervision.unsupervised:
+        named = supervision.unsupervised[:10].tolist()
+        yield (
+            f"{len(supervision.unsupervised)} of {every} samples have no supervised token, the first: {named}; "
+            "data.min_loss_tokens: 1 leaves them out"
+        )
+    single = sorted(set(supervision.without_anchor) - set(supervision.unsupervised))
+    if single:
+        yield (
+            f"{len(single)} of {every} samples have no two supervised tokens in a row, where a draft could begin, the "
+            f"first: {single[:10]}; data.min_loss_tokens leaves out short answers"
+        )
+    if supervision.percent > MAX_PLAUSIBLE_PERCENT:
+        yield f"{supervision.percent:.1f} % of all tokens are supervised: does the chat template mark only answers?"
+    if supervision.spans.num_spans > 1 and supervision.spans.ids:
+        yield (
+            f"all {supervision.spans.num_spans} supervised spans begin with the same ids {supervision.spans.ids[:10]}, "
+            "which the chat template puts there; data.mask_generation_prompt: true leaves them out"
+        )
 
 
 def _real_length(sample: dict[str, torch.Tensor]) -> int:
@@ -245,8 +378,10 @@ def _real_length(sample: dict[str, torch.Tensor]) -> int:
     return int(positions[-1]) + 1 if len(positions) else 0
 
 
-def _range_faults(sample: dict[str, torch.Tensor], length: int, vocab_size: int, pad: object) -> list[str]:
+def _range_faults(sample: dict[str, torch.Tensor], length: int, cache: CacheFolder) -> list[str]:
     ids, mask = sample[INPUT_IDS], sample[LOSS_MASK]
+    vocab_size = cache.manifest["target_vocab_size"]
+    pad = cache.provenance.pad_token_id if cache.provenance else None
     faults = []
     if bool(((ids < 0) | (ids >= vocab_size)).any()):
         faults.append(f"ids outside 0..{vocab_size - 1}")
@@ -254,12 +389,12 @@ def _range_faults(sample: dict[str, torch.Tensor], length: int, vocab_size: int,
         faults.append("loss mask values other than 0 and 1")
     if bool(mask[length:].any()):
         faults.append("padding is supervised")
-    if is_int(pad) and bool((ids[length:] != pad).any()):
+    if pad is not None and bool((ids[length:] != pad).any()):
         faults.append(f"padding holds ids other than {pad}")
     for key in (HIDDEN, LAST_HIDDEN):
         if not bool(torch.isfinite(sample[key]).all()):
             faults.append(f"{key} holds numbers that are not finite")
-        if is_int(pad) and bool(sample[key][length:].any()):
+        if pad is not None and bool(sample[key][length:].any()):
             faults.append(f"{key} is not zero at padding")
     if bool((sample[LAST_HIDDEN][:length] == 0).all(dim=-1).any()):
         faults.append(f"{LAST_HIDDEN} is all zero at a real token")
@@ -304,30 +439,108 @@ class Report:
         }
 
 
-def verify_cache(cache: CacheFolder, level: str, *, tokens: Tokens | None, kept: list[int] | None = None) -> Report:
-    """Run the levels up to `level`.
+def verify_cache(
+    cache: CacheFolder,
+    level: str,
+    *,
+    tokens: Tokens | None = None,
+    kept: list[int] | None = None,
+    num_threads: int = 1,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Report:
+    """Run the levels up to `level`; without provenance there are no digests, and the level `bytes` is left out.
 
     Args:
         cache: The cache.
         level: One of `VERIFY_LEVELS`.
         tokens: The tokens it was made from, where they are at hand.
         kept: Index in `tokens` of each sample of the cache; None: all of them, in order.
+        num_threads: Shards checked at a time; each holds one sample and a few MiB in memory.
+        advance: Told of each shard that was checked.
+
+    Raises:
+        CacheFormatError: The cache was replaced by another one between two levels.
     """
     report = Report(level=level)
     wanted = VERIFY_LEVELS[: VERIFY_LEVELS.index(level) + 1]
     sound = report.collect(check_files(cache))
+    if cache.provenance and "bytes" in wanted:
+        # First: with another manifest everything else would be said to be wrong.
+        sound &= report.collect(check_bytes(cache, [MANIFEST_NAME]))
     if sound and "headers" in wanted:
         sound = report.collect(check_headers(cache))
     if sound and "bytes" in wanted:
-        report.collect(check_bytes(cache))
-    if sound and "values" in wanted:
-        report.collect(check_values(cache, report.supervision, _expected(cache, tokens, kept, report)))
+        has_values = "values" in wanted
+        task = _ShardTask(
+            cache=cache,
+            dataset=CachedDSparkDataset(cache.path) if has_values else None,
+            expected=_expected(cache, tokens, kept, report) if has_values else None,
+        )
+        report.collect(task.findings_of_others())
+        _check_shards(task, report, num_threads, advance)
+    if "supervision" in wanted and not report.findings:
+        report.collect(check_supervision(report.supervision))
     return report
 
 
-def _expected(
-    cache: CacheFolder, tokens: Tokens | None, kept: list[int] | None, report: Report
-) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShardTask:
+    """Checks what is checked shard by shard.
+
+    Attributes:
+        cache: The cache.
+        dataset: Reads samples; None: their values are not checked.
+        expected: What ids and masks must be.
+    """
+
+    cache: CacheFolder
+    dataset: CachedDSparkDataset | None
+    expected: Expected | None
+
+    def findings_of_others(self) -> Iterator[Finding]:
+        """Check the files that are no shards."""
+        if self.cache.provenance:
+            yield from check_bytes(self.cache, [TARGET_WEIGHTS_NAME])
+        if self.dataset:
+            try:
+                yield from check_weights(self.cache)
+            except (CacheFormatError, CacheNotFoundError) as error:
+                yield Finding(level="values", file=TARGET_WEIGHTS_NAME, message=str(error))
+
+    def __call__(self, shard: int) -> tuple[list[Finding], Supervision]:
+        supervision = Supervision()
+        findings: list[Finding] = []
+        if self.cache.provenance:
+            findings += check_bytes(self.cache, self.cache.names_of(shard))
+        if self.dataset:
+            values = check_values(self.cache, self.dataset, shard, supervision, self.expected)
+            try:
+                findings += islice(values, MAX_FINDINGS)
+            except (CacheFormatError, CacheNotFoundError) as error:
+                findings.append(Finding(level="values", file=shard_name(shard), message=str(error)))
+        return findings, supervision
+
+
+def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: Callable[[int], None]) -> None:
+    """Check shards on threads, which hashing and torch leave free to run; take the results in the shards' order."""
+    before = len(report.findings)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:
+        pending: deque[Future[tuple[list[Finding], Supervision]]] = deque()
+        shards = iter(range(len(task.cache.shard_samples)))
+        try:
+            while len(report.findings) - before < MAX_FINDINGS:
+                pending.extend(threads.submit(task, shard) for shard in islice(shards, 2 * num_threads - len(pending)))
+                if not pending:
+                    break
+                findings, supervision = pending.popleft().result()
+                report.findings += findings
+                report.supervision.merge(supervision)
+                advance(1)
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def _expected(cache: CacheFolder, tokens: Tokens | None, kept: list[int] | None, report: Report) -> Expected | None:
     """Return what gives the expected ids and mask of a sample; a wrong number of samples is a finding."""
     if tokens is None:
         return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,10 +28,33 @@ from dspark_cache import DTYPE_MAP, build_cache_manifest, write_manifest, write_
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 VOCAB_SIZE = 32
+
+Tally = Callable[[str, int], None]
+
+
+@pytest.fixture
+def tally(record_property: Callable[[str, object], None]) -> Tally:
+    """Return a function that counts what a test tried; the sums are printed at the end of the run."""
+    return lambda name, number: record_property(TALLY_PREFIX + name, number)
+
+
+TALLY_PREFIX = "tally: "
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the sums, over all processes that ran tests."""
+    sums: Counter[str] = Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, number in report.user_properties:
+                if name.startswith(TALLY_PREFIX):
+                    sums[name.removeprefix(TALLY_PREFIX)] += number
+    if sums:
+        terminalreporter.section("tried")
+        terminalreporter.write_line(", ".join(f"{name} {number}" for name, number in sorted(sums.items())))
 
 
 def padded_sample(index: int, seq_length: int, hidden: int, layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -237,7 +237,8 @@ BLOCK_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [2, 3.0]}, "samples and lengths: expected as many sample keys as positive lengths"),
     ({"bytes": -1}, "bytes: expected an integer >= 0, found -1"),
     ({"sha256": "0"}, "sha256: expected 64 hexadecimal digits, found '0'"),
-    ({"dropped": {"x": "why"}}, "dropped: expected sample keys"),
+    ({"dropped": {"x": "why"}}, "dropped: expected sample keys, with the reason of each"),
+    ({"dropped": {"0" * 32: 5}}, "dropped: expected sample keys, with the reason of each"),
     ({"dropped": []}, "dropped: expected an object, found []"),
     ({"environment": None}, "environment: expected an object, found None"),
 ]

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +21,7 @@ from dspark_cache.ledger import Ledger
 from dspark_cache.manifest import read_manifest
 from dspark_cache.schema import VERSION
 from tests.repository import ROOT
+from tests.test_provenance import record_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,10 +44,6 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 # inspect
 
 
-def record(cache: Path, **files: Any) -> None:
-    (cache / "provenance.json").write_text(json.dumps({"files": files}))
-
-
 def test_inspect_shows_manifest_and_sizes(make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     cache = make_cache(5, 2)
     assert main(["inspect", str(cache)]) == 0
@@ -62,9 +59,11 @@ def test_inspect_counts_the_tokens_that_provenance_records(
     make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = make_cache(5, 2)
-    record(cache, a={"tokens": 7, "supervised_tokens": 3}, b={"tokens": 4, "supervised_tokens": 2}, c={"bytes": 1}, d=5)
+    record_files(cache)
     assert main(["inspect", str(cache)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{'tokens':26} 11 of 40 positions, 5 supervised"
+    tokens, supervised = 2 + 3 + 4 + 5 + 6, 1 + 2 + 2 + 3 + 3
+    expected = f"{'tokens':26} {tokens} of 40 positions, {supervised} supervised"
+    assert capsys.readouterr().out.splitlines()[-1] == expected
 
 
 def test_inspect_prints_json(make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,10 +77,14 @@ def test_inspect_prints_json(make_cache: Callable[..., Path], capsys: pytest.Cap
         "supervised_tokens": None,
     }
     assert json.loads(capsys.readouterr().out) == expected
-    record(cache, a={"tokens": 7, "supervised_tokens": 3})
+    record_files(cache)
     assert main(["inspect", "--json", str(cache)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["tokens"], found["supervised_tokens"]) == (7, 3)
+    expected |= {
+        "bytes": expected["bytes"] + (cache / "provenance.json").stat().st_size,
+        "tokens": 20,
+        "supervised_tokens": 11,
+    }
+    assert json.loads(capsys.readouterr().out) == expected
 
 
 def test_inspect_refuses_what_is_no_cache(
@@ -97,11 +100,31 @@ def test_inspect_refuses_what_is_no_cache(
     assert "missing shard indices [1]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("files", [[], {"a": {"tokens": "x"}}])
-def test_inspect_survives_odd_provenance(make_cache: Callable[..., Path], files: object) -> None:
+@pytest.mark.parametrize("content", ["{", "[]", '{"files": []}', '{"files": {"a": {"tokens": "x"}}}'])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_inspect_refuses_odd_provenance(
+    make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str], content: str, options: list[str]
+) -> None:
     cache = make_cache(5, 2)
-    (cache / "provenance.json").write_text(json.dumps({"files": files}))
-    assert main(["inspect", str(cache)]) in (0, 1)
+    (cache / "provenance.json").write_text(content)
+    assert main(["inspect", *options, str(cache)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {cache / 'provenance.json'}")
+    assert captured.err.count("\n") == 1
+
+
+def test_inspect_refuses_links_out_of_the_cache(
+    make_cache: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = make_cache(5, 2)
+    record_files(cache)
+    for name in ("shard-000001.safetensors", "provenance.json", "manifest.json"):
+        (cache / name).rename(tmp_path / name)
+        (cache / name).symlink_to(tmp_path / name)
+        assert main(["inspect", str(cache)]) == 1
+        expected = f"error: {cache / name} is a link to {tmp_path / name}: a cache holds files, copy it there\n"
+        assert capsys.readouterr().err == expected
 
 
 # fingerprint
@@ -294,3 +317,64 @@ def test_the_lock_on_an_output_is_broken_too(folders: list[Path], name: str) -> 
     assert main(["clean", "--break-lock"]) == 0
     with FileLock(Path(name).absolute()):
         assert left(folders) == [True, True, True]
+
+
+# verify
+
+
+def test_verify_says_that_a_cache_is_sound(make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    cache = make_cache(5, 2)
+    record_files(cache)
+    assert main(["verify", str(cache)]) == 0
+    assert capsys.readouterr().out == f"{cache} is sound up to the level values\n"
+    assert main(["verify", str(cache), "--level", "files", "--jobs", "1"]) == 0
+    assert capsys.readouterr().out == f"{cache} is sound up to the level files\n"
+
+
+def test_verify_prints_each_finding_and_exits_with_1(
+    make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = make_cache(5, 2)
+    record_files(cache)
+    shard = cache / "shard-000001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert main(["verify", str(cache), "--level", "headers"]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(cache), "--level", "bytes"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("[bytes] shard-000001.safetensors: sha256 is ")
+    assert out.count("\n") == 1
+    assert err.endswith(f"error: {cache} has 1 finding(s)\n")
+    assert main(["verify", str(cache), "--level", "bytes", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_findings"] == 1
+    assert report["findings"][0].startswith("[bytes] shard-000001.safetensors: ")
+
+
+def test_verify_says_what_it_cannot_compare(
+    make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = make_cache(5, 2)
+    assert main(["verify", str(cache)]) == 0
+    assert capsys.readouterr().err.startswith(f"{cache} has no provenance.json: there are no digests to compare\n")
+
+
+def test_verify_needs_no_bar_to_be_drawn(make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training machine has torch and safetensors only."""
+    monkeypatch.setitem(sys.modules, "dspark_cache.progress", None)
+    assert main(["verify", str(make_cache(5, 2))]) == 0
+
+
+@pytest.mark.parametrize("arguments", [["--jobs", "0"], ["--jobs", "-1"]])
+def test_verify_refuses_no_jobs(
+    make_cache: Callable[..., Path], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(make_cache(5, 2)), *arguments]) == 1
+    assert capsys.readouterr().err == f"error: --jobs: expected at least 1, found {arguments[1]}\n"
+
+
+def test_verify_refuses_what_is_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "manifest.json does not exist" in capsys.readouterr().err

@@ -1,13 +1,13 @@
-"""Stages that are killed, interrupted, locked out, or run out of disk: what is said and what is left."""
+"""Stages as processes of their own, really killed or interrupted, and what they do with blocks that are not whole.
+
+The same at every point at which a stage changes a file: `test_crash_sweep`.
+"""
 
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +16,7 @@ from dspark_cache.files import FileLock
 from tests.repository import Repository, kill, make_repository
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import subprocess
     from pathlib import Path
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -105,75 +105,9 @@ def test_a_flipped_bit_in_a_block_is_found_if_asked(tokenized: Repository, check
     assert before.keys() == flipped.keys()
 
 
-def test_a_second_writer_is_refused_with_host_and_pid(tokenized: Repository) -> None:
-    process = started_capture(tokenized, finished=1)
-    process.send_signal(signal.SIGSTOP)
-    try:
-        second = tokenized.stage("capture")
-    finally:
-        process.send_signal(signal.SIGCONT)
-    assert second.returncode == 1
-    assert f"is being written by process {process.pid} on host {os.uname().nodename}" in second.stderr.splitlines()[-1]
-    assert kill(process, signal.SIGINT)[0] in (130, 0)
-
-
 def test_a_second_publisher_is_refused(undisturbed: Repository) -> None:
     lock = undisturbed.root / ".cache.building.lock"
     with FileLock(lock):
         second = undisturbed.stage("shards")
     assert second.returncode == 1
     assert f"being written by process {os.getpid()} on host" in second.stderr.splitlines()[-1]
-
-
-LIMITED = """
-import resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
-sys.argv = sys.argv[1:2]
-runpy.run_module(f"stages.{sys.argv[0]}", run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize(("stage", "limit"), [("capture", 8000), ("shards", 100_000)])
-def test_a_full_disk_fails_the_stage_and_leaves_nothing_half(
-    undisturbed: Repository, tokenized: Repository, stage: str, limit: int
-) -> None:
-    """A file-size limit fails writes as a full disk does, with another errno."""
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
-    if stage == "shards":
-        tokenized.run("capture")
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, stage, str(limit)],
-        cwd=tokenized.root,
-        env=tokenized.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: [Errno 27] File too large")
-    assert not (tokenized.root / "cache").exists()
-    assert not list(tokenized.root.glob(".work/**/.tmp-*"))
-    tokenized.run("capture", "shards", "verify")
-    assert tokenized.digests() == undisturbed.digests()
-
-
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A read-only file system: root, as which these tests may run, ignores a folder's mode."""
-    folder = tmp_path / "read-only"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_read_only_scratch_is_refused_and_nothing_is_left(tokenized: Repository, read_only: Path) -> None:
-    done = tokenized.stage("capture", DSPARK_RUNTIME__SCRATCH_DIR=str(read_only / "work"))
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: [Errno 30] Read-only file system")
-    assert not (tokenized.root / "features.json").exists()
-    assert not list(tokenized.root.glob(".work/**/.tmp-*"))

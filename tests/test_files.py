@@ -27,11 +27,13 @@ from dspark_cache.files import (
     byte_view,
     dump_json,
     file_digest,
+    make_folder,
     put_bytes,
     put_file,
     put_folder,
     put_json,
     remove_temporaries,
+    temporary_folder,
 )
 
 if TYPE_CHECKING:
@@ -499,3 +501,27 @@ def test_a_link_at_the_lock_s_name_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic link"):
         break_lock(tmp_path / "lock")
     assert (tmp_path / "precious").read_bytes() == b"precious"
+
+
+def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    dead = done.stdout.strip()
+    kept = ["rows-elsewhere-1-x", f"rows-{host}-{os.getppid()}-x", f"rows-{host}-x", f"others-{host}-{dead}-x"]
+    for name in [*kept, f"rows-{host}-{dead}-x"]:
+        (tmp_path / "scratch" / name / "inside").mkdir(parents=True)
+    with temporary_folder(tmp_path / "scratch", "rows") as folder:
+        (folder / "file").write_text("")
+        assert folder.name.startswith(f"rows-{host}-{os.getpid()}-")
+        assert names(tmp_path / "scratch") == sorted([*kept, folder.name])
+    assert names(tmp_path / "scratch") == sorted(kept)
+
+
+def test_a_folder_survives_a_power_loss_with_its_parents(tmp_path: Path) -> None:
+    with disk_calls() as calls:
+        make_folder(tmp_path / "a/b/c")
+        make_folder(tmp_path / "a/b/c")
+    assert calls == ["flush"] * 3
+    assert (tmp_path / "a/b/c").is_dir()

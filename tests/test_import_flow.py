@@ -21,6 +21,8 @@ FLOW = [
     "produce",
     "target_weights",
     "ragged",
+    "provenance",
+    "pins",
     "identity",
     "reader",
     "loaders",
@@ -47,6 +49,8 @@ FLOW = [
     "stage",
     "capture_run",
     "verify_run",
+    "estimate",
+    "doctor",
     "cli",
 ]
 """A module imports only from those before it. `__init__` is the face: it imports from all, none from it."""

@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from dspark_cache import CachedDSparkDataset
 from dspark_cache.capture_run import IDENTITY_EXEMPT_KEYS, IDENTITY_KEYS
-from dspark_cache.errors import DsparkCacheError, InputError, SettingsError, VerificationError
+from dspark_cache.errors import DsparkCacheError, InputError, LockedError, SettingsError, VerificationError
+from dspark_cache.files import FileLock
+from dspark_cache.schema import STAGE_VERSIONS
 from dspark_cache.settings import TargetSettings
 from tests.repository import GOLDEN, OUTPUTS, Repository, make_repository
+from tests.test_provenance import change_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -201,6 +204,18 @@ def refused(repository: Repository, stage: str, error: type[DsparkCacheError], m
     assert [name for name in OUTPUTS if (repository.root / name).exists()] == existing
 
 
+def verification(repository: Repository) -> list[str]:
+    """Run verify, which must find something; return the findings of its report."""
+    before = repository.digests("cache")
+    with pytest.raises(VerificationError):
+        repository.run("verify")
+    assert repository.digests("cache") == before
+    report = json.loads((repository.root / "reports/verify.json").read_text())
+    assert report["num_findings"] == len(report["findings"])
+    findings: list[str] = report["findings"]
+    return findings
+
+
 @pytest.mark.parametrize("stage", ["tokenize", "capture", "shards", "verify"])
 def test_faulty_params_are_refused_by_every_stage_all_at_once(repository: Repository, stage: str) -> None:
     repository.set_params(data={"seq_lenght": 3}, cache={"shard_size": 0, "dtype": "int8"})
@@ -343,12 +358,24 @@ def test_gone_blocks_are_refused_with_the_ways_out(repository: Repository) -> No
     )
 
 
-def test_keep_blocks_false_removes_them_once_the_cache_is_in_place(repository: Repository) -> None:
-    before = repository.digests("cache")
+def test_keep_blocks_false_removes_them_once_the_cache_is_verified(repository: Repository) -> None:
+    before, blocks = repository.digests("cache"), repository.blocks()
+    (folder,) = repository.scratch_folders()
     repository.set_params(runtime={"keep_blocks": False})
-    repository.run("shards", "verify")
-    assert not repository.blocks()
+    repository.run("shards")
+    assert repository.blocks() == blocks
+    (repository.root / "cache/left-over").touch()
+    assert verification(repository) == ["[files] left-over: does not belong into a cache"]
+    assert repository.blocks() == blocks
+    (repository.root / "cache/left-over").unlink()
+    others = {path.name for path in folder.iterdir() if not path.name.startswith("block-")}
+    with FileLock(folder / "lock"), pytest.raises(LockedError, match=f"/{folder.name} is being written by process "):
+        repository.run("verify")
+    assert repository.blocks() == blocks
+    repository.run("verify")
+    assert {path.name for path in folder.iterdir()} == others
     assert repository.digests("cache") == before
+    repository.run("verify")  # nothing left to remove
 
 
 def test_a_relabelled_cache_is_refused(repository: Repository) -> None:
@@ -364,3 +391,141 @@ def test_a_cache_of_a_foreign_tokenizer_is_refused(repository: Repository) -> No
     repository.run("tokenize", "capture")
     with pytest.raises(VerificationError, match=r"\[values\] .* sample 0: input_ids are not those"):
         repository.run("verify")
+
+
+# --- where a cache comes from ---------------------------------------------------------------------------------------
+
+
+def test_a_cache_without_provenance_is_not_the_stage_s(repository: Repository) -> None:
+    (repository.root / "cache/provenance.json").unlink()
+    assert verification(repository) == ["[files] provenance.json: is missing: nothing says what the bytes must be"]
+
+
+ORIGIN: list[tuple[str, object, str]] = [
+    ("layout", "ragged", "'padded'"),
+    ("shards_version", 1, str(STAGE_VERSIONS["shards"])),
+    ("pad_token_id", 1, "995"),
+    ("tokens.seq_length", 64, "48"),
+    ("tokens.sha256", None, "'"),
+    ("tokens.limit", 7, "None"),
+    ("tokens.dropped.bad_json", 1, "nothing"),
+    ("tokens.more", [], "nothing"),
+    ("capture.environments", [], "[{'accelerator': 'cpu', "),
+    ("capture.dropped.abcd", "layer 1 is not finite", "nothing"),
+    ("capture.logits.scale", 0.5, "nothing"),
+    ("capture.identity.weights", "sha256:0", "'sha256:"),
+    ("capture.identity.target_layer_ids", [1, 2], "[1, 3]"),
+    ("capture.identity.attn_implementation", "eager", "None"),
+]
+
+
+def set_leaf(content: dict[str, Any], key: str, value: object) -> None:
+    """Set a value inside of objects, by its full key."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        content = content[parent]
+    content[last] = value
+
+
+@pytest.mark.parametrize(("key", "value", "now"), ORIGIN)
+def test_provenance_of_another_origin_is_found(repository: Repository, key: str, value: object, now: str) -> None:
+    repository.set_params(verify={"level": "files"})
+    change_content(repository.root / "cache", lambda content: set_leaf(content, key, value))
+    (finding,) = verification(repository)
+    assert finding.startswith(
+        f"[files] provenance.json: {key}: found {value!r}; tokens/, features.json and params.yaml give {now}"
+    )
+
+
+def test_everything_of_another_origin_is_named_sorted_and_cut(repository: Repository) -> None:
+    repository.set_params(verify={"level": "files"})
+    path = repository.root / "cache"
+
+    def change(content: dict[str, Any]) -> None:
+        for key, value, _ in ORIGIN:
+            set_leaf(content, key, value)
+        del content["tokens"]["tokenizer_fingerprint"]
+        content["tokens"]["chat_template"] = "x" * 300
+
+    change_content(path, change)
+    findings = verification(repository)
+    keys = sorted([*(key for key, _, _ in ORIGIN), "tokens.chat_template", "tokens.tokenizer_fingerprint"])
+    assert [finding.split(": ")[1] for finding in findings] == keys
+    assert findings[-1].startswith("[files] provenance.json: tokens.tokenizer_fingerprint: found nothing; tokens/, ")
+    (template,) = [finding for finding in findings if ": tokens.chat_template: " in finding]
+    found, given = template.split("; tokens/, features.json and params.yaml give ")
+    assert found.startswith(f"[files] provenance.json: tokens.chat_template: found '{'x' * 197}")
+    assert (found.count("x") < 202, 197 < len(given) < 205) == (True, True)
+
+
+@pytest.mark.parametrize("section", ["tokens", "capture"])
+def test_an_emptied_section_is_found_by_what_it_lacks(repository: Repository, section: str) -> None:
+    repository.set_params(verify={"level": "files"})
+    content = json.loads((repository.root / "cache/provenance.json").read_text())[section]
+    change_content(repository.root / "cache", lambda content: content.update({section: {}}))
+    keys = {finding.split(": ")[1] for finding in verification(repository)}
+    assert keys >= {f"{section}.{key}" for key, value in content.items() if value and not isinstance(value, dict)}
+    assert all(key.startswith(f"{section}.") for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("tokens", "limit", None),  # was null
+        ("tokens", "dropped", None),  # was {}
+        ("capture", "logits", None),  # was {}
+        ("tokens", "dropped", {"more": {}}),
+    ],
+)
+def test_what_is_null_or_empty_or_gone_is_found_too(
+    repository: Repository, section: str, key: str, value: object
+) -> None:
+    repository.set_params(verify={"level": "files"})
+
+    def change(content: dict[str, Any]) -> None:
+        if value is None:
+            del content[section][key]
+        else:
+            content[section][key] = value
+
+    change_content(repository.root / "cache", change)
+    (finding,) = verification(repository)
+    assert finding.startswith(f"[files] provenance.json: {section}.{key}")
+
+
+def test_a_cache_of_other_params_is_found_by_manifest_and_provenance(repository: Repository) -> None:
+    repository.set_params(cache={"layout": "ragged"}, verify={"level": "files"})
+    findings = verification(repository)
+    assert [finding.split(":")[0] for finding in findings][-1] == "[files] provenance.json"
+    assert findings[-1].startswith("[files] provenance.json: layout: found 'padded'; tokens/, features.json and ")
+    assert len(findings) > 1
+    assert all(finding.startswith("[files] manifest.json: ") for finding in findings[:-1])
+
+
+def test_states_of_another_capture_are_found_though_every_digest_agrees(repository: Repository) -> None:
+    """The cache of a target that was changed and captured again, but not published again."""
+    path = repository.root / "inputs/target/model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"] += 0.5
+    save_file(weights, path, metadata={"format": "pt"})
+    before = json.loads((repository.root / "cache/provenance.json").read_text())["capture"]["identity"]["weights"]
+    repository.run("tokenize", "capture")
+    now = json.loads((repository.root / "features.json").read_text())["identity"]["weights"]
+    assert now != before
+    assert verification(repository) == [
+        f"[files] provenance.json: capture.identity.weights: found {before!r}; tokens/, features.json and params.yaml "
+        f"give {now!r}"
+    ]
+
+
+def test_supervision_is_judged_where_the_level_asks_for_it(repository: Repository) -> None:
+    """Also where params ask for no workers, as many of which check shards."""
+    template = repository.root / "inputs/target/chat_template.jinja"
+    template.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")
+    repository.set_params(runtime={"num_workers": 0})
+    repository.run()
+    repository.set_params(verify={"level": "supervision"})
+    (finding,) = verification(repository)
+    assert finding == (
+        "[supervision] manifest.json: 100.0 % of all tokens are supervised: does the chat template mark only answers?"
+    )

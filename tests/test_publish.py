@@ -21,7 +21,8 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureErr
 from dspark_cache.files import FileLock, file_digest, put_file
 from dspark_cache.ledger import place_samples, read_ledger
 from dspark_cache.progress import Progress
-from dspark_cache.publish import Captured, publish_cache
+from dspark_cache.provenance import read_provenance
+from dspark_cache.publish import Captured, build_provenance, publish_cache
 from dspark_cache.schema import DTYPE_MAP, HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS
 from dspark_cache.settings import check_settings
 from dspark_cache.shard_file import file_bytes, write_tensors
@@ -225,7 +226,7 @@ def test_provenance_says_what_the_cache_was_made_from_and_nothing_of_this_run(wo
     text = (work.path / "provenance.json").read_text()
     content = json.loads(text)
     assert content.keys() == {
-        "capture", "files", "layout", "pad_token_id", "provenance_version", "shards_version", "tokens"
+        "capture", "files", "layout", "pad_token_id", "provenance_version", "sha256", "shards_version", "tokens"
     }  # fmt: skip
     assert content["capture"] == {
         "identity": work.ledger.identity,
@@ -243,6 +244,24 @@ def test_provenance_says_what_the_cache_was_made_from_and_nothing_of_this_run(wo
         words = text.replace('"', " ").replace(",", " ").split()
         assert local not in words
     assert str(work.root) not in text
+
+
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+def test_provenance_is_read_back_as_what_tokens_and_ledger_give(work: Publication, layout: str) -> None:
+    """The verify stage compares the two; counts are of the states' files alone."""
+    cache = {"layout": layout, **({"shard_bytes": 100 * 192 * 2} if layout == "ragged" else {})}
+    work.publish(**cache)
+    found = read_provenance(work.path)
+    assert found is not None
+    settings = check_settings({"cache": cache}).cache
+    assert found == build_provenance(work.tokens, work.ledger, settings, found.files)
+    assert found.files.keys() == work.files().keys() - {"provenance.json"}
+    names = sorted(name for name, record in found.files.items() if record.counts)
+    assert names == sorted(path.name for path in work.path.glob("shard-*"))
+    assert len(names) > 1
+    identity = work.tokens.identity
+    totals = [found.total(count) for count in ("samples", "tokens", "supervised_tokens")]
+    assert totals == [identity[key] for key in ("num_samples", "num_tokens", "supervised_tokens")]
 
 
 def test_two_runs_in_two_places_give_the_same_bytes(work: Publication, tmp_path: Path) -> None:
@@ -425,13 +444,11 @@ def test_a_second_writer_is_refused(work: Publication, lock: str) -> None:
 # Scratch, afterwards
 
 
-def test_blocks_stay_or_go_once_the_cache_is_in_place(work: Publication) -> None:
-    blocks = work.block_files()
-    work.publish(runtime={"keep_blocks": True})
-    assert work.block_files() == blocks
-    work.publish(runtime={"keep_blocks": False})
-    assert work.block_files() == []
-    assert (work.store.folder / "weights.safetensors").exists()
+@pytest.mark.parametrize("keep_blocks", [True, False])
+def test_blocks_stay_until_the_cache_is_verified(work: Publication, keep_blocks: bool) -> None:
+    before = {path.name: path.read_bytes() for path in work.store.folder.iterdir() if path.is_file()}
+    work.publish(runtime={"keep_blocks": keep_blocks})
+    assert {path.name: path.read_bytes() for path in work.store.folder.iterdir() if path.is_file()} == before
     assert len(CachedDSparkDataset(work.path)) == 6
 
 

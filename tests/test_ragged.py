@@ -148,7 +148,7 @@ def change_json(path: Path, **values: Any) -> None:
     ("values", "message"),
     [
         ({"layout": "padded"}, "layout: expected 'ragged', found 'padded'"),
-        ({"shard_samples": [12, 0]}, "shard_samples: expected a list of positive integers"),
+        ({"shard_samples": [12, 0]}, "shard_samples: expected a list of integers from 1 to 16777216"),
         ({"shard_samples": [1]}, "shard_samples add up to 1, num_samples is 12"),
         ({"pad_token_id": -1}, "pad_token_id: expected an integer from 0"),
         ({"shard_samples": [12]}, "must have shard indices 0..0"),

@@ -20,7 +20,7 @@ from dspark_cache.offline_cache import (
     validate_contiguous_shards,
     write_tensor_shard,
 )
-from dspark_cache.shards import num_shards, shard_name, shard_rows
+from dspark_cache.shards import cut_by_bytes, num_shards, shard_name, shard_rows
 
 # --- partition --------------------------------------------------------------------------------------------------
 
@@ -282,3 +282,19 @@ def test_atomic_write_keeps_the_old_file_when_the_function_fails(tmp_path: Path)
         atomic_write(str(path), fail)
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("length", range(7))
+def test_runs_are_cut_greedily_and_stay_when_items_are_appended(length: int) -> None:
+    for sizes, limit in product(product([1, 3, 5], repeat=length), (1, 3, 4, 6, 100)):
+        runs = cut_by_bytes(sizes, limit)
+        assert [index for run in runs for index in run] == list(range(len(sizes)))
+        totals = [sum(sizes[index] for index in run) for run in runs]
+        assert all(total <= limit or len(run) == 1 for run, total in zip(runs, totals, strict=True))
+        following = [sizes[run.start] for run in runs[1:]]
+        assert all(total + size > limit for total, size in zip(totals, following, strict=False))
+        assert runs[:-1] == cut_by_bytes((*sizes, 2), limit)[: len(runs) - 1]
+
+
+def test_nothing_is_cut_into_no_runs() -> None:
+    assert cut_by_bytes([], 1) == []

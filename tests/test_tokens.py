@@ -20,6 +20,7 @@ from dspark_cache.shard_file import write_tensors
 from dspark_cache.tokenizing import TokenizedSample
 from dspark_cache.tokens import (
     KeepRules,
+    SpanPrefix,
     TokenCounts,
     Tokens,
     TokensWriter,
@@ -333,3 +334,60 @@ def test_no_prefix_is_reported_where_there_is_none(
 ) -> None:
     report_counts(spans(*samples))
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+# What supervised spans have in common
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_cut", "expected"),
+    [
+        ([0, 0, 0, 0], False, (0, [])),
+        ([1, 1, 1, 1], False, (1, [10, 11, 12, 13])),
+        ([1, 1, 1, 1], True, (0, [])),
+        ([0, 1, 1, 0], False, (1, [11, 12])),
+        ([0, 1, 1, 0], True, (1, [11, 12])),
+        ([1, 0, 0, 1], False, (2, [])),
+        ([1, 0, 0, 1], True, (1, [10])),
+        ([0, 1, 2, 0], False, (1, [11, 12])),
+        ([2, 1, -1, 3], False, (1, [10, 11, 12, 13])),
+        ([1, 0, 2, 3], True, (1, [10])),
+        ([-1, 0, 0, 2], False, (2, [])),
+        ([], True, (0, [])),
+    ],
+)
+def test_spans_are_runs_of_supervised_tokens_that_end_before_a_cut(
+    mask: list[int], is_cut: bool, expected: tuple[int, list[int]]
+) -> None:
+    prefix = SpanPrefix()
+    prefix.add([10, 11, 12, 13][: len(mask)], mask, is_cut=is_cut)
+    assert (prefix.num_spans, prefix.ids) == expected
+
+
+SPANS = [[7, 8, 9], [7, 8], [7, 8, 9, 5], [7, 8, 1]]
+
+
+@pytest.mark.parametrize("cut", range(len(SPANS) + 1))
+def test_prefixes_of_parts_merge_to_that_of_the_whole(cut: int) -> None:
+    whole, parts = SpanPrefix(), (SpanPrefix(), SpanPrefix())
+    for number, ids in enumerate(SPANS):
+        for prefix in (whole, parts[number >= cut]):
+            prefix.add(ids, [1] * len(ids), is_cut=False)
+    before = [(part.num_spans, list(part.ids)) for part in parts]
+    merged = SpanPrefix()
+    for part in parts:
+        merged.merge(part)
+    assert merged == whole == SpanPrefix(num_spans=4, ids=[7, 8])
+    assert [(part.num_spans, part.ids) for part in parts] == before
+
+
+def test_a_prefix_that_is_lost_does_not_come_back() -> None:
+    prefix = SpanPrefix()
+    for ids in ([7, 8], [6], [7, 8], [7, 8]):
+        prefix.merge(SpanPrefix(num_spans=1, ids=ids))
+    assert prefix == SpanPrefix(num_spans=4, ids=[])
+
+
+def test_two_sets_of_counts_do_not_share_their_spans() -> None:
+    first, second = counted(sample(3, 2)), TokenCounts()
+    assert (first.spans.num_spans, second.spans.num_spans) == (1, 0)

@@ -1,0 +1,162 @@
+"""A warmed process from which stages are forked, each under a fault layer: importing torch costs more than a stage.
+
+Jobs come as JSON lines on stdin, answers go as JSON lines to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import chdir
+from pathlib import Path
+from typing import Any, Self
+
+from tests.fault_layer import FaultLayer, Plan
+
+STAGES = ("tokenize", "capture", "shards")
+
+
+def serve() -> None:
+    """Warm up in the repository given as first argument, then run jobs."""
+    from dspark_cache.stage import run_stage
+
+    modules = {name: __import__(f"stages.{name}", fromlist=["main"]) for name in STAGES}
+    with chdir(sys.argv[1]):
+        for module in modules.values():
+            module.main()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+
+    def fork(job: dict[str, Any]) -> int:
+        child = os.fork()
+        if not child:
+            code = 70
+            try:
+                code = _run(job, lambda: run_stage(modules[job["stage"]].main))
+            finally:
+                os._exit(code)
+        return child
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = fork(job)
+        _, status = os.waitpid(child, os.WUNTRACED)
+        answer = {"pid": child}
+        if os.WIFSTOPPED(status):
+            _, second = os.waitpid(fork(job["second"]), 0)
+            answer["second"] = os.waitstatus_to_exitcode(second)
+            os.kill(child, signal.SIGCONT)
+            _, status = os.waitpid(child, 0)
+        answer["code"] = os.waitstatus_to_exitcode(status)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _run(job: dict[str, Any], stage: Any) -> int:
+    work = Path(job["work"])
+    errors = os.open(work / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(errors, 2)
+    os.dup2(errors, 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(job["root"])
+    os.environ.update(job["environment"])
+    layer = FaultLayer(Path(job["root"]), work / "contents", Plan(**job["plan"]))
+    layer.install()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_bytes"] or unlimited[0], unlimited[1]))
+    code = int(stage())
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    layer.finish(work / "points.json")
+    return code
+
+
+def _job(
+    root: Path,
+    stage: str,
+    work: Path,
+    plan: dict[str, Any],
+    file_bytes: int | None = None,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    return {
+        "root": str(root),
+        "stage": stage,
+        "work": str(work),
+        "plan": plan,
+        "file_bytes": file_bytes,
+        "environment": environment or {},
+    }
+
+
+class CrashServer:
+    """The process, from the side of a test."""
+
+    def __init__(self, warm_repository: Path, **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash_server", str(warm_repository)],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            assert self._line() == "ready\n"
+        except AssertionError:
+            self._process.communicate()
+            raise
+
+    def _line(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        assert line, "the crash server ended"
+        return line
+
+    def _answer(self, job: dict[str, Any]) -> dict[str, int]:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, int] = json.loads(self._line())
+        return answer
+
+    def run(
+        self,
+        root: Path,
+        stage: str,
+        work: Path,
+        *,
+        file_bytes: int | None = None,
+        environment: dict[str, str] | None = None,
+        **plan: Any,
+    ) -> int:
+        """Run a stage in `root` and return the exit code.
+
+        Args:
+            root: The repository.
+            stage: Name of the stage.
+            work: An empty folder, for `stderr`, `points.json`, and what the layer keeps.
+            file_bytes: Largest file that the process may write.
+            environment: More variables.
+            plan: Of the fault layer.
+        """
+        return self._answer(_job(root, stage, work, plan, file_bytes, environment))["code"]
+
+    def run_two(self, root: Path, stages: tuple[str, str], works: tuple[Path, Path], point: int) -> dict[str, int]:
+        """Stop a stage at a point, run another, let the first go on: exit codes and the pid of the first."""
+        first = _job(root, stages[0], works[0], {"point": point, "action": "SIGSTOP"})
+        return self._answer({**first, "second": _job(root, stages[1], works[1], {})})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,204 @@
+"""Stages that are killed, signalled, started twice, lose power or run out of disk, at every point that changes a file.
+
+See `fault_layer` for what a point is and what a power loss leaves, `crash_sweep` for what must hold afterwards.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.crash_server import CrashServer
+from tests.crash_sweep import OUTPUTS, Sweep, copy_tree
+from tests.repository import Repository, make_repository
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.conftest import Tally
+    from tests.fault_layer import Point
+
+SWEPT: dict[str, dict[str, Any]] = {
+    "data": {"seq_length": 24},
+    "target": {"layer_ids": [1, 3], "block_bytes": 1},
+    "cache": {"shard_size": 2},
+    "verify": {"recompute_samples": 0},
+}
+SCENARIOS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any]]] = {
+    "tokenize": ("tokenize", None, {}),
+    "capture": ("capture", None, {}),
+    "shards over an earlier cache": ("shards", {"shard_size": 3}, {}),
+    "shards": ("shards", None, {}),
+    "ragged shards": ("shards", None, {"cache": {"layout": "ragged", "shard_bytes": 1}}),
+    "tokenize over earlier tokens": ("tokenize", {}, {}),
+}
+"""Name to the stage, the section `cache` of an output that is there before (None: there is none), and params."""
+SHORT = ("tokenize", "capture", "shards over an earlier cache")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
+    warm = make_repository(tmp_path_factory.mktemp("warm") / "repository", num_rows=3, **SWEPT)
+    with CrashServer(warm.root) as server:
+        yield server
+
+
+@pytest.fixture
+def make_sweep(server: CrashServer, tmp_path: Path) -> Callable[[str], Sweep]:
+    def make(name: str) -> Sweep:
+        stage, earlier, params = SCENARIOS[name]
+        repository = make_repository(tmp_path / "undisturbed", num_rows=3, **SWEPT)
+        for each in OUTPUTS:
+            (work := tmp_path / f"work-{each}").mkdir()
+            if each == stage and earlier is not None:
+                repository.set_params(cache=earlier)
+                assert server.run(repository.root, stage, work) == 0
+                repository.set_params(cache=SWEPT["cache"])
+                (work := tmp_path / f"work-{each}-again").mkdir()
+            if each == stage:
+                repository.set_params(**params)
+                copy_tree(repository.root, tmp_path / "before")
+            assert server.run(repository.root, each, work) == 0, (work / "stderr").read_text()
+            if each == stage:
+                break
+        (tmp_path / "sweep").mkdir()
+        return Sweep(server, stage, tmp_path / "before", tmp_path / "undisturbed", tmp_path / "sweep")
+
+    return make
+
+
+def report(sweep: Sweep, tally: Tally) -> None:
+    """Count what was done, and fail on any loss."""
+    for name, number in {**sweep.counts, "losses": len(sweep.losses)}.items():
+        tally(name, number)
+    assert not sweep.losses, "\n".join(sweep.losses[:20])
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_nothing_is_lost_wherever_a_stage_is_killed_or_fails(
+    make_sweep: Callable[[str], Sweep], name: str, tally: Tally
+) -> None:
+    """Killed at each line of the library and kind of file; signalled and failed at each line."""
+    sweep = make_sweep(name)
+    every, lines = sweep.first_of_each("call", "site", "kind"), sweep.first_of_each("call", "site")
+    sweep.lose_power_after_the_end()
+    sweep.kill(every)
+    sweep.signal(lines[::2], "SIGTERM")
+    sweep.signal(lines[1::2], "SIGINT")
+    sweep.fail(lines[::3], "ENOSPC")
+    sweep.fail(lines[1::3], "EIO")
+    sweep.fail(lines[2::3], "EACCES")
+    sweep.start_second(first_and_last_write(sweep), sweep.stage)
+    if sweep.stage == "shards":
+        sweep.start_second(first_and_last_write(sweep), "capture")
+    report(sweep, tally)
+
+
+def first_and_last_write(sweep: Sweep) -> list[int]:
+    """Return the points of the first and the last write of the stage's own files."""
+    files = ("tokens.safetensors", "block-N.safetensors", "manifest.json")
+    first = next(
+        number for number, point in enumerate(sweep.points) if is_write(point) and point.kind.startswith(files)
+    )
+    return [first, max(number for number, point in enumerate(sweep.points) if is_write(point))]
+
+
+def is_write(point: Point) -> bool:
+    return point.call == "pwrite" and point.kind != "lock"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_is_lost_at_any_point_at_all(make_sweep: Callable[[str], Sweep], name: str, tally: Tally) -> None:
+    sweep = make_sweep(name)
+    every = list(range(len(sweep.points)))
+    sweep.lose_power_after_the_end()
+    sweep.kill(every)
+    sweep.signal(every, "SIGTERM", "SIGINT")
+    sweep.fail(every, "ENOSPC", "EIO", "EACCES")
+    first, last = first_and_last_write(sweep)
+    sweep.start_second([number for number in range(first, last + 1) if is_write(sweep.points[number])], sweep.stage)
+    report(sweep, tally)
+
+
+@pytest.fixture
+def tokenized(server: CrashServer, tmp_path: Path) -> Repository:
+    repository = make_repository(tmp_path / "repository", num_rows=3, **SWEPT)
+    (tmp_path / "tokenize").mkdir()
+    assert server.run(repository.root, "tokenize", tmp_path / "tokenize") == 0
+    return repository
+
+
+def run_all(server: CrashServer, repository: Repository, work: Path, **environment: str) -> dict[str, str]:
+    """Run what comes after tokenize; return the digests of the outputs."""
+    for stage in ("capture", "shards"):
+        (work / stage).mkdir(parents=True)
+        code = server.run(repository.root, stage, work / stage, environment=environment)
+        assert code == 0, (work / stage / "stderr").read_text()
+    return repository.digests("features.json", "cache")
+
+
+@pytest.mark.parametrize(("stage", "file_bytes"), [("capture", 8000), ("shards", 20_000)])
+def test_a_file_size_limit_fails_a_stage_as_a_full_disk_does(
+    server: CrashServer, tokenized: Repository, tmp_path: Path, stage: str, file_bytes: int
+) -> None:
+    copy_tree(tokenized.root, tmp_path / "undisturbed")
+    if stage == "shards":
+        (tmp_path / "capture").mkdir()
+        assert server.run(tokenized.root, "capture", tmp_path / "capture") == 0
+    (work := tmp_path / "limited").mkdir()
+    assert server.run(tokenized.root, stage, work, file_bytes=file_bytes) == 1
+    assert (work / "stderr").read_text().splitlines()[-1].startswith("error: [Errno 27] File too large: ")
+    assert not (tokenized.root / OUTPUTS[stage]).exists()
+    assert not list(tokenized.root.rglob(".tmp-*"))
+    wanted = run_all(server, Repository(tmp_path / "undisturbed"), tmp_path / "a")
+    assert run_all(server, tokenized, tmp_path / "b") == wanted
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Return a function that mounts a tmpfs with given options: root, as which tests may run, ignores file modes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", str(folder)], check=False, capture_output=True)
+
+
+def test_scratch_on_a_full_disk_fails_capture_and_goes_on_once_there_is_room(
+    server: CrashServer, tokenized: Repository, tmp_path: Path, mounted: Callable[[str], Path]
+) -> None:
+    copy_tree(tokenized.root, tmp_path / "undisturbed")
+    disk = mounted("size=64k")
+    scratch = str(disk / "work")
+    (work := tmp_path / "full").mkdir()
+    assert server.run(tokenized.root, "capture", work, environment={"DSPARK_RUNTIME__SCRATCH_DIR": scratch}) == 1
+    last = (work / "stderr").read_text().splitlines()[-1]
+    assert last.startswith("error: [Errno 28] No space left on device: ")
+    assert str(disk) in last
+    assert not (tokenized.root / "features.json").exists()
+    assert not list(disk.rglob(".tmp-*"))
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    wanted = run_all(server, Repository(tmp_path / "undisturbed"), tmp_path / "a")
+    assert run_all(server, tokenized, tmp_path / "b", DSPARK_RUNTIME__SCRATCH_DIR=scratch) == wanted
+
+
+def test_a_read_only_scratch_is_refused_and_nothing_is_left(
+    server: CrashServer, tokenized: Repository, tmp_path: Path, mounted: Callable[[str], Path]
+) -> None:
+    scratch = str(mounted("ro") / "work")
+    (work := tmp_path / "read-only").mkdir()
+    assert server.run(tokenized.root, "capture", work, environment={"DSPARK_RUNTIME__SCRATCH_DIR": scratch}) == 1
+    assert (work / "stderr").read_text().splitlines()[-1].startswith("error: [Errno 30] Read-only file system: ")
+    assert not (tokenized.root / "features.json").exists()
+    assert not list(tokenized.root.rglob(".tmp-*"))
