@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.provenance import MAX_PROVENANCE_BYTES, read_provenance
-from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME, TensorSpec
-from dspark_cache.shard_file import physical_memory
+from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME
 from dspark_cache.strict_json import ensure_no_foreign_link
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from dspark_cache.shard_file import ShardFile
 
@@ -103,17 +102,3 @@ class Pin:
                 f"{self._cache_dir} was changed while it was in use: {file.name} is another file with {why}; open the "
                 "cache again"
             )
-
-
-def ensure_sample_fits(specs: Mapping[str, TensorSpec], cache_dir: str) -> None:
-    """Refuse a cache of which one sample is larger than this machine's memory: its manifest may be anybody's.
-
-    Raises:
-        CacheFormatError: It is.
-    """
-    size = sum(spec.num_bytes for spec in specs.values())
-    if size > physical_memory():
-        raise CacheFormatError(
-            f"{cache_dir}: a sample has {size} bytes by the manifest, more than the {physical_memory()} of this "
-            "machine's memory"
-        )

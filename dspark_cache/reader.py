@@ -30,7 +30,7 @@ from dspark_cache.manifest import (
     read_offline_manifest,
     require_fields,
 )
-from dspark_cache.pins import Pin, ensure_sample_fits, folder_digest
+from dspark_cache.pins import Pin, folder_digest
 from dspark_cache.ragged import RaggedShape, RaggedShard
 from dspark_cache.schema import (
     CACHE_KEYS,
@@ -43,7 +43,7 @@ from dspark_cache.schema import (
     LOSS_MASK,
     TensorSpec,
 )
-from dspark_cache.shard_file import open_cache_file
+from dspark_cache.shard_file import open_cache_file, physical_memory
 from dspark_cache.shards import shard_path, shard_rows, validate_contiguous_shards
 
 if TYPE_CHECKING:
@@ -313,3 +313,17 @@ def sample_specs(manifest: Mapping[str, Any]) -> dict[str, TensorSpec]:
         HIDDEN: TensorSpec(dtype=dtype, shape=(length, manifest["target_hidden_dim"])),
         LAST_HIDDEN: TensorSpec(dtype=dtype, shape=(length, manifest["target_last_hidden_dim"])),
     }
+
+
+def ensure_sample_fits(specs: Mapping[str, TensorSpec], cache_dir: str) -> None:
+    """Refuse a cache of which one sample is larger than this machine's memory: its manifest may be anybody's.
+
+    Raises:
+        CacheFormatError: It is.
+    """
+    size = sum(spec.num_bytes for spec in specs.values())
+    if size > physical_memory():
+        raise CacheFormatError(
+            f"{cache_dir}: a sample has {size} bytes by the manifest, more than the {physical_memory()} of this "
+            "machine's memory"
+        )

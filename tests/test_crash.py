@@ -55,8 +55,10 @@ def started_capture(repository: Repository, finished: int) -> subprocess.Popen[s
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        (signal.SIGKILL, -9, ""),
-        (signal.SIGTERM, 143, "terminated; finished work is kept, run again to go on\n"),
+        pytest.param(signal.SIGKILL, -9, "", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGTERM, 143, "terminated; finished work is kept, run again to go on\n", marks=pytest.mark.slow
+        ),
         (signal.SIGINT, 130, "interrupted; finished work is kept, run again to go on\n"),
     ],
 )

@@ -36,7 +36,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any]]] = {
     "tokenize over earlier tokens": ("tokenize", {}, {}),
 }
 """Name to the stage, the section `cache` of an output that is there before (None: there is none), and params."""
-SHORT = ("tokenize", "capture", "shards over an earlier cache")
+SHORT = ("capture", "shards over an earlier cache")
 
 
 @pytest.fixture(scope="module")

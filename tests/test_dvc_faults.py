@@ -188,7 +188,7 @@ def small_disk(repository: Repository) -> Iterator[Callable[[int], None]]:
     ("cache_type", "code", "remedy"),
     [
         ("hardlink,symlink", 255, ("commit", "--force", "shards")),
-        ("copy", 0, ("repro",)),
+        pytest.param("copy", 0, ("repro",), marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_while_dvc_commits_leaves_the_output_whole(
@@ -285,6 +285,7 @@ def test_a_repro_killed_while_it_stores_a_shard_leaves_a_cache_that_verifies_and
     assert repository.digests() == before
 
 
+@pytest.mark.slow
 def test_a_repro_killed_while_it_links_a_committed_shard_is_mended_by_another_repro(
     repository: Repository, dvc: Dvc
 ) -> None:

@@ -18,10 +18,10 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.manifest import ragged_manifest
 from dspark_cache.offline_cache import CachedTensorDataset
-from dspark_cache.pins import ensure_sample_fits, folder_digest
+from dspark_cache.pins import folder_digest
 from dspark_cache.provenance import MAX_PROVENANCE_BYTES
 from dspark_cache.ragged import samples_name
-from dspark_cache.reader import sample_specs
+from dspark_cache.reader import ensure_sample_fits, sample_specs
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, TensorSpec
 from dspark_cache.shard_file import ShardFile, write_tensors
 from dspark_cache.shards import shard_name

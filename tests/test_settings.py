@@ -84,7 +84,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("cache.dtype", "fp8", "cache.dtype: expected one of bf16, fp16, fp32, found 'fp8'"),
     ("target.compute_dtype", "f32", "target.compute_dtype: expected one of auto, bf16, fp16, fp32, found 'f32'"),
     ("target.nonfinite", "warn", "target.nonfinite: expected one of error, drop, found 'warn'"),
-    ("verify.level", "all", "verify.level: expected one of files, headers, bytes, values, found 'all'"),
+    ("verify.level", "all", "verify.level: expected one of files, headers, bytes, values, supervision, found 'all'"),
     ("runtime.processes", True, "runtime.processes: expected one of auto, 1, found True"),
     ("runtime.processes", 2, "runtime.processes: expected one of auto, 1, found 2"),
     # layer ids
