@@ -20,8 +20,8 @@ from dspark_cache.inputs import Fingerprints
 from dspark_cache.ledger import Ledger
 from dspark_cache.manifest import read_manifest
 from dspark_cache.schema import VERSION
+from tests.caches import record_files
 from tests.repository import ROOT
-from tests.test_provenance import record_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable

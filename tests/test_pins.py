@@ -13,52 +13,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspark_cache import CACHE_KEYS, CachedDSparkDataset, read_manifest, write_manifest, write_shard
+from dspark_cache import CachedDSparkDataset, read_manifest, write_shard
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
-from dspark_cache.manifest import ragged_manifest
 from dspark_cache.offline_cache import CachedTensorDataset
 from dspark_cache.pins import folder_digest
 from dspark_cache.provenance import MAX_PROVENANCE_BYTES
 from dspark_cache.ragged import samples_name
 from dspark_cache.reader import ensure_sample_fits, sample_specs
-from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, TensorSpec
-from dspark_cache.shard_file import ShardFile, write_tensors
+from dspark_cache.schema import INPUT_IDS, LAST_HIDDEN, LOSS_MASK, TensorSpec
+from dspark_cache.shard_file import ShardFile
 from dspark_cache.shards import shard_name
-from tests.test_provenance import change_content, record_files
+from tests.caches import change_content, equal, make_ragged, record_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     MakeCache = Callable[..., Path]
-
-
-def make_ragged(padded: Path, shard_samples: list[int]) -> Path:
-    """Write the ragged cache of a padded one's samples beside it."""
-    dataset = CachedDSparkDataset(padded)
-    folder = padded.with_name(f"{padded.name}-ragged")
-    folder.mkdir()
-    shutil.copy(padded / "target_weights.safetensors", folder)
-    samples = [dataset[index] for index in range(len(dataset))]
-    for number, count in enumerate(shard_samples):
-        part, samples = samples[:count], samples[count:]
-        lengths = [int((sample[LAST_HIDDEN] != 0).any(dim=-1).sum()) for sample in part]
-        rows = {
-            key: torch.cat([sample[key][:length] for sample, length in zip(part, lengths, strict=True)])
-            for key in CACHE_KEYS
-        }
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        ids, mask = rows[INPUT_IDS].to(torch.int32), rows[LOSS_MASK].to(torch.uint8)
-        contents = {
-            shard_name(number): {HIDDEN: rows[HIDDEN], LAST_HIDDEN: rows[LAST_HIDDEN], SAMPLE_OFFSETS: offsets},
-            samples_name(number): {INPUT_IDS: ids, LOSS_MASK: mask, SAMPLE_OFFSETS: offsets},
-        }
-        for name, tensors in contents.items():
-            with put_file(folder / name) as temporary:
-                write_tensors(temporary, tensors)
-    write_manifest(folder, ragged_manifest(read_manifest(padded), pad_token_id=0, shard_samples=shard_samples))
-    return folder
 
 
 @pytest.fixture
@@ -94,10 +66,6 @@ def other_states(path: Path) -> None:
     tensors = load_file(path)
     tensors[LAST_HIDDEN] = tensors[LAST_HIDDEN] * 2
     write_shard(path.parent, int(path.name[6:12]), tensors)
-
-
-def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def read_all(dataset: CachedDSparkDataset) -> list[dict[str, torch.Tensor]]:

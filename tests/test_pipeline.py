@@ -17,8 +17,8 @@ from dspark_cache.errors import DsparkCacheError, InputError, LockedError, Setti
 from dspark_cache.files import FileLock
 from dspark_cache.schema import STAGE_VERSIONS
 from dspark_cache.settings import TargetSettings
+from tests.caches import change_content
 from tests.repository import GOLDEN, OUTPUTS, Repository, make_repository
-from tests.test_provenance import change_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -11,83 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_cache.errors import CacheFormatError
-from dspark_cache.files import dump_json, file_digest
-from dspark_cache.provenance import MAX_PROVENANCE_BYTES, FileRecord, Provenance, read_provenance
-from dspark_cache.schema import LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS
+from dspark_cache.provenance import MAX_PROVENANCE_BYTES, FileRecord, read_provenance
+from dspark_cache.schema import LAST_HIDDEN
 from dspark_cache.strict_json import MAX_DEPTH
+from tests.caches import COUNTS, DIGEST, FILES, SAMPLES, SHARD, change_content, digest_of, provenance, record_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-SHARD, SAMPLES = "shard-000000.safetensors", "samples-000000.safetensors"
-DIGEST = hashlib.sha256(b"").hexdigest()
-COUNTS = {"samples": 2, "tokens": 7, "supervised_tokens": 3}
-FILES = {
-    SHARD: FileRecord(num_bytes=5, sha256=DIGEST, counts=COUNTS),
-    "manifest.json": FileRecord(num_bytes=0, sha256="0" * 64, counts={}),
-}
-
-
-def provenance(**changes: Any) -> Provenance:
-    values: dict[str, Any] = {
-        "layout": "ragged",
-        "shards_version": 2,
-        "pad_token_id": 0,
-        "tokens": {"seed": 42, "name": "é"},
-        "capture": {"logits": {"scale": 0.5}, "dropped": {}},
-        "files": FILES,
-    }
-    return Provenance(**{**values, **changes})
-
-
-# Helpers for caches that other test modules doctor
-
-
-def digest_of(content: dict[str, Any]) -> str:
-    """Return the digest of provenance without its own key, as docs/format.md has it."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
-
-
-def put_content(cache: Path, content: dict[str, Any]) -> None:
-    """Put provenance of any content in place, with the digest of itself that goes with it."""
-    kept = {key: value for key, value in content.items() if key != "sha256"}
-    (cache / "provenance.json").write_text(dump_json({**kept, "sha256": digest_of(kept)}) + "\n")
-
-
-def change_content(cache: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the content of provenance, so that its digest of itself cannot tell."""
-    content = json.loads((cache / "provenance.json").read_text())
-    change(content)
-    put_content(cache, content)
-
-
-def counts_of(path: Path) -> dict[str, int]:
-    """Count samples and tokens of a shard's file with states, whose masks may lie beside it; of others nothing."""
-    if not path.name.startswith("shard-"):
-        return {}
-    tensors = load_file(path)
-    if SAMPLE_OFFSETS in tensors:
-        masks = load_file(path.with_name(path.name.replace("shard-", "samples-")))[LOSS_MASK]
-        samples, tokens = len(tensors[SAMPLE_OFFSETS]) - 1, int(tensors[SAMPLE_OFFSETS][-1])
-    else:
-        masks = tensors[LOSS_MASK]
-        samples, tokens = len(masks), int((tensors[LAST_HIDDEN] != 0).any(dim=-1).sum())
-    return {"samples": samples, "tokens": tokens, "supervised_tokens": int(masks.sum())}
-
-
-def record_files(cache: Path, **changes: Any) -> Provenance:
-    """Put provenance that records every file of a cache as it is, and its layout."""
-    paths = [path for path in sorted(cache.iterdir()) if path.name != "provenance.json"]
-    files = {
-        path.name: FileRecord(num_bytes=path.stat().st_size, sha256=file_digest(path), counts=counts_of(path))
-        for path in paths
-    }
-    layout = json.loads((cache / "manifest.json").read_text()).get("layout", "padded")
-    made = provenance(**{"layout": layout, "files": files, **changes})
-    made.put(cache)
-    return made
-
 
 # What is written is read back
 

@@ -34,8 +34,7 @@ from dspark_cache.reader import MAX_OPEN_FILES
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.shards import shard_name
 from dspark_cache.verify import CacheFolder, verify_cache
-from tests.test_pins import equal, make_ragged
-from tests.test_provenance import record_files
+from tests.caches import equal, make_ragged, record_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

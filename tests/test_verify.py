@@ -31,9 +31,8 @@ from dspark_cache.verify import (
     check_supervision,
     verify_cache,
 )
+from tests.caches import change_content, make_ragged, record_files
 from tests.repository import Repository, make_repository
-from tests.test_pins import make_ragged
-from tests.test_provenance import change_content, record_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
