@@ -179,7 +179,8 @@ def put_folder(path: Path) -> Iterator[Path]:
 
     It is built beside `path` as `.NAME.building`. What a killed run left there is removed first; a folder that
     another process is filling is refused. If the block raises, what it built is removed and `path` is as it was. A
-    run that is killed leaves the earlier folder in its place, or beside it, from where the next run takes it back.
+    run that is killed leaves the earlier folder in its place, or beside it, from where the next run takes it back;
+    it is removed once the new one is on the disk.
 
     Raises:
         LockedError: Another process is building the same folder.
