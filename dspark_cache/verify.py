@@ -7,7 +7,6 @@ one found is not run.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,7 +39,7 @@ from dspark_cache.schema import (
 from dspark_cache.shard_file import open_cache_file, physical_memory
 from dspark_cache.shards import num_shards, shard_name, shard_rows
 from dspark_cache.strict_json import ensure_no_foreign_link, is_same_json, printable
-from dspark_cache.tokens import MAX_PLAUSIBLE_PERCENT, SpanPrefix
+from dspark_cache.supervision import Supervision, supervision_faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -226,65 +225,6 @@ def check_bytes(cache: CacheFolder, names: Iterable[str]) -> Iterator[Finding]:
             yield Finding(level="bytes", file=name, message=message)
 
 
-@dataclass(slots=True)
-class Supervision:
-    """Counts over samples, gathered while their values are checked."""
-
-    num_samples: int = 0
-    num_tokens: int = 0
-    supervised_tokens: int = 0
-    anchors: int = 0
-    """Positions p with mask 1 at p and p+1."""
-    unsupervised: array[int] = field(default_factory=lambda: array("Q"))
-    """Indices of samples without a supervised token."""
-    without_anchor: array[int] = field(default_factory=lambda: array("Q"))
-    """Indices of samples without an anchor, those without a supervised token too."""
-    spans: SpanPrefix = field(default_factory=SpanPrefix)
-
-    def add(self, index: int, sample: dict[str, torch.Tensor], length: int) -> None:
-        """Count sample `index`, of which the first `length` positions are real tokens."""
-        mask = sample[LOSS_MASK]
-        supervised = int(mask.sum())
-        anchors = int((mask[:-1] * mask[1:]).sum())
-        self.num_samples += 1
-        self.num_tokens += length
-        self.supervised_tokens += supervised
-        self.anchors += anchors
-        if not supervised:
-            self.unsupervised.append(index)
-        if not anchors:
-            self.without_anchor.append(index)
-        self.spans.add(sample[INPUT_IDS][:length].tolist(), mask[:length].tolist(), is_cut=length == len(mask))
-
-    def merge(self, other: Supervision) -> None:
-        """Take the counts of samples that come after these."""
-        self.num_samples += other.num_samples
-        self.num_tokens += other.num_tokens
-        self.supervised_tokens += other.supervised_tokens
-        self.anchors += other.anchors
-        self.unsupervised += other.unsupervised
-        self.without_anchor += other.without_anchor
-        self.spans.merge(other.spans)
-
-    @property
-    def percent(self) -> float:
-        """Share of real tokens that are supervised."""
-        return 100 * self.supervised_tokens / max(1, self.num_tokens)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the counts and the supervised share."""
-        return {
-            "num_samples": self.num_samples,
-            "num_tokens": self.num_tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "supervised_fraction": round(self.percent / 100, 6),
-            "anchors": self.anchors,
-            "unsupervised_samples": len(self.unsupervised),
-            "samples_without_anchor": len(self.without_anchor),
-            "common_span_prefix_tokens": len(self.spans.ids) if self.spans.num_spans > 1 else 0,
-        }
-
-
 Expected = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Sample index to its ids and mask [T] in `tokens/`."""
 
@@ -342,34 +282,8 @@ def check_weights(cache: CacheFolder) -> Iterator[Finding]:
 
 def check_supervision(supervision: Supervision) -> Iterator[Finding]:
     """Judge what is supervised, over the whole cache: what would train badly though it is well-formed."""
-    for message in _supervision_faults(supervision):
+    for message in supervision_faults(supervision):
         yield Finding(level="supervision", file=MANIFEST_NAME, message=message)
-
-
-def _supervision_faults(supervision: Supervision) -> Iterator[str]:
-    if not supervision.supervised_tokens:
-        yield "no token of any sample is supervised: does the chat template mark the answers?"
-        return
-    every = supervision.num_samples
-    if supervision.unsupervised:
-        named = supervision.unsupervised[:10].tolist()
-        yield (
-            f"{len(supervision.unsupervised)} of {every} samples have no supervised token, the first: {named}; "
-            "data.min_loss_tokens: 1 leaves them out"
-        )
-    single = sorted(set(supervision.without_anchor) - set(supervision.unsupervised))
-    if single:
-        yield (
-            f"{len(single)} of {every} samples have no two supervised tokens in a row, where a draft could begin, the "
-            f"first: {single[:10]}; data.min_loss_tokens leaves out short answers"
-        )
-    if supervision.percent > MAX_PLAUSIBLE_PERCENT:
-        yield f"{supervision.percent:.1f} % of all tokens are supervised: does the chat template mark only answers?"
-    if supervision.spans.num_spans > 1 and supervision.spans.ids:
-        yield (
-            f"all {supervision.spans.num_spans} supervised spans begin with the same ids {supervision.spans.ids[:10]}, "
-            "which the chat template puts there; data.mask_generation_prompt: true leaves them out"
-        )
 
 
 def _real_length(sample: dict[str, torch.Tensor]) -> int:

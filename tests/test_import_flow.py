@@ -44,6 +44,7 @@ FLOW = [
     "capture",
     "ledger",
     "publish",
+    "supervision",
     "verify",
     "recompute",
     "stage",

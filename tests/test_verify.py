@@ -19,13 +19,13 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, VERIFY_LEVELS
 from dspark_cache.shard_file import ShardFile, write_tensors
+from dspark_cache.supervision import Supervision
 from dspark_cache.tokens import Tokens
 from dspark_cache.verify import (
     MAX_FINDINGS,
     CacheFolder,
     Finding,
     Report,
-    Supervision,
     check_bytes,
     check_files,
     check_supervision,
