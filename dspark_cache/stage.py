@@ -93,7 +93,8 @@ class _Signals:
     def __init__(self) -> None:
         self.last: int | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._raise)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell has it for what it runs in the background
+                signal.signal(number, self._raise)
 
     def _raise(self, number: int, _frame: FrameType | None) -> None:
         self.last = number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,10 @@ import pytest
 # models are faster on one thread, and a capture refuses to go on with another number of threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# What a shell runs in the background ignores SIGINT, and would hand that on to the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # dvc keeps its hands off the user's own folders.
 os.environ["DVC_NO_ANALYTICS"] = "1"

@@ -25,6 +25,10 @@ BODIES = {
     "a bug": "raise KeyError('hidden')",
     "SIGINT": "wait_for_the_signal()",
     "SIGTERM": "wait_for_the_signal()",
+    "swallowed": (
+        "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    wait_for_the_signal()\nexcept BaseException:\n    pass"
+    ),
+    "ignored": "os.kill(os.getpid(), signal.SIGINT); print('worked')",
     "chatter": (
         "warnings.warn('odd'); logging.getLogger('dspark_cache.x').info('said'); "
         "logging.getLogger('transformers.x').warning('noise')"
@@ -48,6 +52,8 @@ for name, body in json.loads(sys.argv[1]).items():
     if child == 0:
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+        if name == "ignored":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.exit(run_stage(lambda: exec(body)))
     if name.startswith("SIG"):
         os.read(ready, 1)
@@ -68,6 +74,16 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list
         name: (code, (folder / f"{name}.err").read_text().splitlines(), (folder / f"{name}.out").read_text())
         for name, code in json.loads(done.stdout).items()
     }
+
+
+def test_an_interrupt_that_somebody_swallowed_is_no_success(ended: dict[str, tuple[int, list[str], str]]) -> None:
+    assert ended["swallowed"][:2] == (143, ["terminated; finished work is kept, run again to go on"])
+
+
+def test_a_stage_in_the_background_ignores_what_its_shell_lets_it_ignore(
+    ended: dict[str, tuple[int, list[str], str]],
+) -> None:
+    assert ended["ignored"] == (0, [], "worked\n")
 
 
 def test_a_stage_that_is_done_exits_with_0_in_silence(ended: dict[str, tuple[int, list[str], str]]) -> None:

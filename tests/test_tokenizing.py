@@ -305,7 +305,11 @@ def test_workers_end_with_their_parent(how: signal.Signals) -> None:
         assert parent.stdout.readline() == "started\n"
         parent.send_signal(how)
         # The workers hold the other end of this pipe too: it ends when the last of them has ended.
-        parent.communicate(timeout=60)
+        try:
+            parent.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            parent.kill()
+            raise
     assert parent.returncode == -how
 
 
