@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import chdir
 from pathlib import Path
 from typing import Any, Self
@@ -69,6 +70,9 @@ def _run(job: dict[str, Any], stage: Any) -> int:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_bytes"] or unlimited[0], unlimited[1]))
     code = int(stage())
+    for thread in threading.enumerate():  # as an interpreter does before it ends
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     layer.finish(work / "points.json")
     return code
