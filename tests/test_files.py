@@ -517,6 +517,8 @@ def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path) -> No
         assert folder.name.startswith(f"rows-{host}-{os.getpid()}-")
         assert names(tmp_path / "scratch") == sorted([*kept, folder.name])
     assert names(tmp_path / "scratch") == sorted(kept)
+    with temporary_folder(tmp_path / "not/there", "rows") as folder:
+        assert folder.parent == tmp_path / "not/there"
 
 
 def test_a_folder_survives_a_power_loss_with_its_parents(tmp_path: Path) -> None:
