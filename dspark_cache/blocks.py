@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
-from dspark_cache.files import FileLock, file_digest, put_json, remove_temporaries
+from dspark_cache.files import FileLock, put_json, remove_temporaries
 from dspark_cache.schema import DTYPE_MAP, HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS, TensorSpec
 from dspark_cache.shard_file import ShardFile
 from dspark_cache.shards import cut_by_bytes
@@ -214,7 +214,7 @@ class BlockStore:
         file.expect(specs, exactly=True)
         if file.read_rows(SAMPLE_OFFSETS, 0, len(block.samples) + 1).diff().tolist() != list(block.lengths):
             raise CacheFormatError(f"{file.name}: its sample_offsets are not the lengths of its record")
-        if check_digest and (found := file_digest(self.path(block.name))) != block.sha256:
+        if check_digest and (found := file.sha256()) != block.sha256:
             raise CacheFormatError(f"{file.name}: sha256 is {found}, its record says {block.sha256}")
         return file
 

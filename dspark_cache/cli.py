@@ -156,16 +156,15 @@ def _doctor(parsed: argparse.Namespace) -> None:
 
 
 def _clean(parsed: argparse.Namespace) -> None:
-    from dspark_cache.blocks import LOCK_NAME, scratch_folders
-    from dspark_cache.files import break_lock, building_lock
-    from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, REPORT_PATH, TOKENS_PATH
+    from dspark_cache.blocks import scratch_folders
+    from dspark_cache.files import break_lock
+    from dspark_cache.stage import writer_locks
 
     scratch = _scratch()
     kept = None if parsed.all else _current_folder(scratch)
     folders = [(folder, size) for folder, size in scratch_folders(scratch) if folder != kept]
     if parsed.break_lock:
-        building = [building_lock(path) for path in (TOKENS_PATH, LEDGER_PATH, CACHE_PATH, REPORT_PATH)]
-        for lock in [*(folder / LOCK_NAME for folder, _ in scratch_folders(scratch)), *building]:
+        for lock in writer_locks(Path(), scratch):
             if break_lock(lock):
                 print(f"forgot the holder of {lock}")
         return

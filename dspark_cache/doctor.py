@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -11,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.blocks import LOCK_NAME, BlockStore, scratch_folders
+from dspark_cache.blocks import BlockStore, scratch_folders
 from dspark_cache.errors import DsparkCacheError, SettingsError
 from dspark_cache.estimate import Estimate, RunShape, estimate_run
-from dspark_cache.files import building_lock
+from dspark_cache.files import lock_host
 from dspark_cache.ledger import read_ledger
-from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, REPORT_PATH, TOKENS_PATH, StageContext
+from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext, writer_locks
 from dspark_cache.target import read_target_facts, resolve_layer_ids, target_folder
 from dspark_cache.tokens import Tokens
 
@@ -85,9 +84,14 @@ def _links(repo: Any, stage: StageContext) -> Iterator[Advice]:
         )
 
 
+def _existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())
+
+
 def _device(path: Path) -> int:
-    """Return the file system of a path, or of the nearest folder above it that exists."""
-    return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists()).stat().st_dev
+    """Return the file system that a path is on, or will be on."""
+    return _existing(path).stat().st_dev
 
 
 def _remotes(repo: Any) -> Iterator[Advice]:
@@ -149,25 +153,14 @@ def _git_ignores(root: Path, name: str) -> bool:
 
 def _locks(stage: StageContext) -> Iterator[Advice]:
     """Find locks whose holder is another host: nobody takes them over by himself."""
-    outputs = (TOKENS_PATH, LEDGER_PATH, CACHE_PATH, REPORT_PATH)
-    locks = [building_lock(stage.root / path) for path in outputs]
-    locks += [folder / LOCK_NAME for folder, _ in scratch_folders(stage.scratch)]
-    for lock in locks:
-        host = _holder_host(lock)
+    for lock in writer_locks(stage.root, stage.scratch):
+        host = lock_host(lock)
         if host not in (None, socket.gethostname()):
             yield Advice(
                 subject="lock",
                 found=f"{lock} is held by a process on {host}",
                 remedy="if that host is gone for good: dspark-cache clean --break-lock",
             )
-
-
-def _holder_host(lock: Path) -> object:
-    try:
-        holder = json.loads(lock.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return holder.get("host") if isinstance(holder, dict) else None
 
 
 def _disks(stage: StageContext, store: Path) -> Iterator[Advice]:
@@ -191,7 +184,7 @@ def _disks(stage: StageContext, store: Path) -> Iterator[Advice]:
 
 
 def _disk(group: list[tuple[Path, int, str]]) -> Advice:
-    there = next(folder for folder in (group[0][0].resolve(), *group[0][0].resolve().parents) if folder.exists())
+    there = _existing(group[0][0])
     free, needed = shutil.disk_usage(there).free, sum(size for _, size, _ in group)
     listed = ", ".join(f"{size / GIB:.3f} GiB for {what}" for _, size, what in group)
     return Advice(

@@ -318,6 +318,18 @@ def _holder(descriptor: int) -> dict[str, object]:
     return {}
 
 
+def lock_host(path: Path) -> object:
+    """Return the host that the lock file `path` names as its holder's; None if nobody holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        return _holder(descriptor).get("host")
+    finally:
+        os.close(descriptor)
+
+
 def _write_holder(descriptor: int) -> None:
     holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
     os.ftruncate(descriptor, 0)

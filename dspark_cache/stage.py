@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from ruamel.yaml import YAML
 
+from dspark_cache.blocks import LOCK_NAME, scratch_folders
 from dspark_cache.errors import DsparkCacheError, SettingsError
+from dspark_cache.files import building_lock
 from dspark_cache.inputs import Fingerprints, Input, locate_inputs
 from dspark_cache.schema import STAGE_VERSIONS
 from dspark_cache.settings import YAML_ERRORS, Settings, load_settings
@@ -53,6 +55,12 @@ class StageContext:
     def fingerprints(self) -> Fingerprints:
         """Return the fingerprints remembered in scratch."""
         return Fingerprints(self.scratch / "fingerprints.json")
+
+
+def writer_locks(root: Path, scratch: Path) -> list[Path]:
+    """Return every lock that a stage may hold: of its output in `root`, and of each capture in `scratch`."""
+    outputs = [building_lock(root / path) for path in (TOKENS_PATH, LEDGER_PATH, CACHE_PATH, REPORT_PATH)]
+    return outputs + [folder / LOCK_NAME for folder, _ in scratch_folders(scratch)]
 
 
 def open_stage(name: str, root: Path = Path()) -> StageContext:
@@ -115,7 +123,7 @@ def run_stage(main: Callable[[], object]) -> int:
     except OSError as error:
         return _say(f"error: {error}: nothing was put in place, make room or mend the disk and run again", 1)
     except (KeyboardInterrupt, Terminated):
-        pass
+        signals.last = signals.last or signal.SIGINT
     if signals.last is None:
         return 0
     word = "interrupted" if signals.last == signal.SIGINT else "terminated"

@@ -23,6 +23,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+MANIFEST: dict[str, Any] = {
+    "chat_template_sha256": "0" * 64,
+    "complete": True,
+    "dtype": "bf16",
+    "hidden_size": 4,
+    "mask_generation_prompt": False,
+    "mask_reasoning_content": True,
+    "num_hidden_layers": 3,
+    "num_samples": 7,
+    "seq_length": 8,
+    "shard_size": 2,
+    "shuffle_seed": 42,
+    "target_hidden_dim": 8,
+    "target_last_hidden_dim": 4,
+    "target_layer_ids": [-1, 2],
+    "target_model": "models/tiny",
+    "target_model_type": "tiny",
+    "target_vocab_size": 32,
+    "train_data_path": "data/ünï.jsonl",
+    "train_split": None,
+}
+"""A manifest of version 1 but for its version, with a value of every key."""
+
 SHARD, SAMPLES = "shard-000000.safetensors", "samples-000000.safetensors"
 DIGEST = hashlib.sha256(b"").hexdigest()
 COUNTS = {"samples": 2, "tokens": 7, "supervised_tokens": 3}

@@ -36,6 +36,7 @@ from dspark_cache.strict_json import read_json_object
 from dspark_cache.target_weights import put_target_weights
 from dspark_cache.tokens import Tokens
 from dspark_cache.verify import CacheFolder, verify_cache
+from tests import caches
 from tests.conftest import VOCAB_SIZE, padded_sample
 
 if TYPE_CHECKING:
@@ -54,28 +55,7 @@ def key(number: int) -> str:
 
 # Valid documents
 
-MANIFEST: Document = {
-    "chat_template_sha256": DIGEST,
-    "complete": True,
-    "dtype": "bf16",
-    "format_version": 1,
-    "hidden_size": 4,
-    "mask_generation_prompt": False,
-    "mask_reasoning_content": True,
-    "num_hidden_layers": 3,
-    "num_samples": 7,
-    "seq_length": 8,
-    "shard_size": 2,
-    "shuffle_seed": 42,
-    "target_hidden_dim": 8,
-    "target_last_hidden_dim": 4,
-    "target_layer_ids": [-1, 2],
-    "target_model": "models/tiny",
-    "target_model_type": "tiny",
-    "target_vocab_size": 32,
-    "train_data_path": "data/ünï.jsonl",
-    "train_split": None,
-}
+MANIFEST: Document = caches.MANIFEST | {"chat_template_sha256": DIGEST, "format_version": 1}
 RAGGED: Document = {name: value for name, value in MANIFEST.items() if name != "shard_size"} | {
     "format_version": 2,
     "layout": "ragged",

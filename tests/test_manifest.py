@@ -21,33 +21,12 @@ from dspark_cache import (
     write_manifest,
 )
 from dspark_cache.manifest import DSPARK_FIELDS, MAX_MANIFEST_BYTES, require_fields
+from tests.caches import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 GOLDEN = sorted((Path(__file__).parent / "data" / "golden" / "manifests").glob("*.json"))
-
-MANIFEST: dict[str, Any] = {
-    "chat_template_sha256": "0" * 64,
-    "complete": True,
-    "dtype": "bf16",
-    "hidden_size": 4,
-    "mask_generation_prompt": False,
-    "mask_reasoning_content": True,
-    "num_hidden_layers": 3,
-    "num_samples": 7,
-    "seq_length": 8,
-    "shard_size": 2,
-    "shuffle_seed": 42,
-    "target_hidden_dim": 8,
-    "target_last_hidden_dim": 4,
-    "target_layer_ids": [-1, 2],
-    "target_model": "models/tiny",
-    "target_model_type": "tiny",
-    "target_vocab_size": 32,
-    "train_data_path": "data/ünï.jsonl",
-    "train_split": None,
-}
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ BODIES = {
     "swallowed": (
         "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    wait_for_the_signal()\nexcept BaseException:\n    pass"
     ),
+    "interrupted by itself": "raise KeyboardInterrupt",
     "ignored": "os.kill(os.getpid(), signal.SIGINT); print('worked')",
     "chatter": (
         "warnings.warn('odd'); logging.getLogger('dspark_cache.x').info('said'); "
@@ -78,6 +79,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list
 
 def test_an_interrupt_that_somebody_swallowed_is_no_success(ended: dict[str, tuple[int, list[str], str]]) -> None:
     assert ended["swallowed"][:2] == (143, ["terminated; finished work is kept, run again to go on"])
+
+
+def test_an_interrupt_without_a_signal_is_no_success_either(ended: dict[str, tuple[int, list[str], str]]) -> None:
+    assert ended["interrupted by itself"][:2] == (130, ["interrupted; finished work is kept, run again to go on"])
 
 
 def test_a_stage_in_the_background_ignores_what_its_shell_lets_it_ignore(
