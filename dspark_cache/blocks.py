@@ -20,18 +20,17 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import FileLock, put_json, remove_temporaries
-from dspark_cache.schema import DTYPE_MAP, HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS, TensorSpec
+from dspark_cache.ragged import StatesForm, feature_specs
+from dspark_cache.schema import SAMPLE_OFFSETS
 from dspark_cache.shard_file import ShardFile
 from dspark_cache.shards import cut_by_bytes
 from dspark_cache.strict_json import Fields, is_int, read_json_object
 from dspark_cache.tokens import SAMPLE_KEY_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence, Set
     from pathlib import Path
 
 PLAN_NAME = "plan.json"
@@ -121,13 +120,10 @@ def _are_keys(values: Any) -> bool:
     return all(isinstance(value, str) and _KEY_RE.fullmatch(value) for value in values)
 
 
-def block_specs(tokens: int, samples: int, hidden_dim: int, last_dim: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """Return the tensors of a block file: states [T, D] and [T, H], offsets [n+1]."""
-    return {
-        HIDDEN: TensorSpec(dtype=dtype, shape=(tokens, hidden_dim)),
-        LAST_HIDDEN: TensorSpec(dtype=dtype, shape=(tokens, last_dim)),
-        SAMPLE_OFFSETS: TensorSpec(dtype=torch.int64, shape=(samples + 1,)),
-    }
+def block_form(identity: Mapping[str, Any]) -> StatesForm:
+    """Return how the blocks of a capture identity hold states: as ragged shards in the compute dtype do."""
+    hidden_size, layers = identity["hidden_size"], identity["target_layer_ids"]
+    return StatesForm(dtype=identity["compute_dtype"], hidden_dim=hidden_size * len(layers), last_dim=hidden_size)
 
 
 def scratch_folders(scratch: Path) -> list[tuple[Path, int]]:
@@ -210,18 +206,13 @@ class BlockStore:
         file = ShardFile(self.path(block.name))
         if file.size != block.num_bytes:
             raise CacheFormatError(f"{file.name} has {file.size} bytes, its record says {block.num_bytes}")
-        specs = self._specs(block)
+        specs = feature_specs(block.num_tokens, len(block.samples), block_form(self.identity))
         file.expect(specs, exactly=True)
         if file.read_rows(SAMPLE_OFFSETS, 0, len(block.samples) + 1).diff().tolist() != list(block.lengths):
             raise CacheFormatError(f"{file.name}: its sample_offsets are not the lengths of its record")
         if check_digest and (found := file.sha256()) != block.sha256:
             raise CacheFormatError(f"{file.name}: sha256 is {found}, its record says {block.sha256}")
         return file
-
-    def _specs(self, block: Block) -> dict[str, TensorSpec]:
-        hidden_size, layers = self.identity["hidden_size"], self.identity["target_layer_ids"]
-        dtype = DTYPE_MAP[self.identity["compute_dtype"]]
-        return block_specs(block.num_tokens, len(block.samples), hidden_size * len(layers), hidden_size, dtype)
 
     def read_plan(self) -> list[PlannedBlock]:
         """Return the plan of earlier runs; none if there is no usable one (its finished blocks still count)."""
@@ -243,12 +234,15 @@ def plan_blocks(
     *,
     bytes_per_token: int,
     block_bytes: int,
+    held_out: int = 0,
 ) -> tuple[list[PlannedBlock], list[PlannedBlock]]:
     """Decide which samples form which block.
 
     Finished blocks stay. An earlier plan's unfinished block stays if all of its samples are still wanted and not
-    captured elsewhere, so that resumed and undisturbed runs make the same blocks. What remains is cut, in the
-    order of the samples, at `block_bytes`; a sample larger than that has a block of its own.
+    captured elsewhere, so that resumed and undisturbed runs make the same blocks. All samples are cut, in their
+    order, at `block_bytes`, as the ragged layout cuts shards; runs of which nothing is there yet become blocks, which
+    may then be shards. What else is missing is cut at `block_bytes` by itself. A sample larger than that has a block
+    of its own.
 
     Args:
         wanted: Key of each distinct sample to its number of tokens, in the order of the samples.
@@ -256,6 +250,7 @@ def plan_blocks(
         earlier: The plan of earlier runs.
         bytes_per_token: Bytes of a token's states.
         block_bytes: Size at which a block is full.
+        held_out: The first samples, as many, that are published as a cache of their own: blocks do not mix the two.
 
     Returns:
         The whole new plan, and the blocks of it that are still to be computed.
@@ -271,13 +266,27 @@ def plan_blocks(
     taken = captured | {key for block in due for key in block.samples}
     names = {block.name for block in plan} | set(finished)
     number = 1 + max((int(name[-6:]) for name in names), default=-1)
-    keys = [key for key in wanted if key not in taken]
-    runs = cut_by_bytes((wanted[key] * bytes_per_token for key in keys), block_bytes)
     cut = [
-        PlannedBlock(name=f"block-{number:06d}", samples=tuple(keys[run.start : run.stop]))
-        for number, run in enumerate(runs, start=number)
+        PlannedBlock(name=f"block-{number:06d}", samples=tuple(keys))
+        for number, keys in enumerate(_cut_missing(wanted, held_out, taken, bytes_per_token, block_bytes), start=number)
     ]
     return plan + cut, due + cut
+
+
+def _cut_missing(
+    wanted: Mapping[str, int], held_out: int, taken: Set[str], bytes_per_token: int, block_bytes: int
+) -> list[list[str]]:
+    """Cut the samples that are not `taken`: first those of runs that miss, then what else does, in their order."""
+
+    def cut(keys: Sequence[str]) -> list[list[str]]:
+        runs = cut_by_bytes((wanted[key] * bytes_per_token for key in keys), block_bytes)
+        return [list(keys[run.start : run.stop]) for run in runs]
+
+    keys = list(wanted)
+    runs = cut(keys[:held_out]) + cut(keys[held_out:])
+    whole = [run for run in runs if taken.isdisjoint(run)]
+    rest = [key for run in runs if not taken.isdisjoint(run) for key in run if key not in taken]
+    return cut(rest) + whole
 
 
 def cut_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark_cache.blocks import Block, BlockStore, PlannedBlock, block_specs, cut_batches, plan_blocks
+from dspark_cache.blocks import Block, BlockStore, PlannedBlock, block_form, cut_batches, plan_blocks
 from dspark_cache.errors import CaptureError, SettingsError
-from dspark_cache.files import put_file
+from dspark_cache.files import ensure_free_disk, put_file
 from dspark_cache.forward import Capturer, States
-from dspark_cache.schema import DTYPE_MAP, HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
-from dspark_cache.shard_file import file_bytes, write_tensors
+from dspark_cache.ragged import feature_specs
+from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
+from dspark_cache.shard_file import ShardWriter, file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,11 +135,9 @@ class BlockCapturer:
         offsets = [0]
         for length in lengths:
             offsets.append(offsets[-1] + length)
-        identity = self._store.identity
-        size, layers = identity["hidden_size"], len(identity["target_layer_ids"])
-        dtype = DTYPE_MAP[identity["compute_dtype"]]
-        hidden = torch.empty((offsets[-1], size * layers), dtype=dtype)
-        return _Buffer(hidden=hidden, last=torch.empty((offsets[-1], size), dtype=dtype), offsets=offsets, dropped={})
+        specs = block_form(self._store.identity).states(offsets[-1])
+        states = {key: torch.empty(spec.shape, dtype=spec.dtype) for key, spec in specs.items()}
+        return _Buffer(hidden=states[HIDDEN], last=states[LAST_HIDDEN], offsets=offsets, dropped={})
 
     def _place(self, planned: PlannedBlock, buffer: _Buffer, batch: list[int], states: States, event: Any) -> None:
         """Copy a batch's rows to where its samples lie in the block."""
@@ -175,15 +174,15 @@ class BlockCapturer:
     def _write(self, planned: PlannedBlock, buffer: _Buffer, environment: dict[str, Any]) -> Block:
         """Write the block's file, then its record."""
         kept = [index for index, key in enumerate(planned.samples) if key not in buffer.dropped]
+        rows = [slice(*buffer.offsets[index : index + 2]) for index in kept]
         lengths = [buffer.offsets[index + 1] - buffer.offsets[index] for index in kept]
-        hidden, last = buffer.hidden, buffer.last
-        if buffer.dropped:
-            rows = torch.cat([torch.arange(buffer.offsets[i], buffer.offsets[i + 1]) for i in kept] or [torch.empty(0)])
-            hidden, last = hidden[rows.long()], last[rows.long()]
-        offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-        with put_file(self._store.path(planned.name)) as temporary:
-            digest = write_tensors(temporary, {HIDDEN: hidden, LAST_HIDDEN: last, SAMPLE_OFFSETS: offsets})
-        specs = block_specs(len(hidden), len(kept), hidden.shape[1], last.shape[1], hidden.dtype)
+        specs = feature_specs(sum(lengths), len(kept), block_form(self._store.identity))
+        with put_file(self._store.path(planned.name)) as temporary, ShardWriter(temporary, specs) as writer:
+            for key, states in ((HIDDEN, buffer.hidden), (LAST_HIDDEN, buffer.last)):
+                for part in rows:
+                    writer.append(key, states[part])
+            writer.append(SAMPLE_OFFSETS, torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0))
+            digest = writer.finish()
         block = Block(
             name=planned.name,
             samples=tuple(planned.samples[index] for index in kept),
@@ -246,10 +245,12 @@ class Wanted:
     Attributes:
         lengths: Key of each to its number of tokens, in the order of the samples.
         read_ids: Key to its ids, int32 [T].
+        held_out: How many of the first are published as a cache of their own.
     """
 
     lengths: Mapping[str, int]
     read_ids: Callable[[str], torch.Tensor]
+    held_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,36 +280,40 @@ def capture_blocks(
         wanted: The samples.
         engine: What computes.
         block_bytes: Size at which a block is full.
-        runtime: Memory bound, how finished blocks are checked, and whether environments may mix.
+        runtime: Bounds on memory and disk, how finished blocks are checked, and whether environments may mix.
 
     Returns:
         The finished blocks that hold wanted samples, by name.
 
     Raises:
-        SettingsError: No block fits into memory, or environments would mix.
+        SettingsError: No block fits into memory, they do not all fit on the disk, or environments would mix.
         CaptureError: The target gave something unusable.
     """
     finished, refused = store.finished_blocks(check_digest=runtime.check_blocks == "digest")
     for reason in refused:
         logger.warning("not accepted, computed again: %s", reason)
-    bytes_per_token = _bytes_per_token(store.identity)
+    form = block_form(store.identity)
     plan, due = plan_blocks(
-        wanted.lengths, finished, store.read_plan(), bytes_per_token=bytes_per_token, block_bytes=block_bytes
+        wanted.lengths,
+        finished,
+        store.read_plan(),
+        bytes_per_token=form.token_bytes,
+        block_bytes=block_bytes,
+        held_out=wanted.held_out,
     )
     if due:
         present = list(_holding(finished, wanted.lengths).values())
         ensure_unmixed(present, engine.environment(), allow_mixed=runtime.allow_mixed, folder=str(store.folder))
-        largest = max(sum(wanted.lengths[key] for key in block.samples) for block in due) * bytes_per_token
-        max_pending = _pending_blocks(runtime.host_memory_gb, largest)
+        tokens = [sum(wanted.lengths[key] for key in block.samples) for block in due]
+        max_pending = _pending_blocks(runtime.host_memory_gb, max(tokens) * form.token_bytes)
+        if runtime.check_disk:
+            files = (feature_specs(num, len(block.samples), form) for num, block in zip(tokens, due, strict=True))
+            remedy = "set runtime.scratch_dir to another disk, or runtime.check_disk: false"
+            ensure_free_disk(store.folder, sum(map(file_bytes, files)), what="captured states", remedy=remedy)
         store.write_plan(plan)
         _compute(due, wanted, engine, max_pending)
         finished, _ = store.finished_blocks()
     return _holding(finished, wanted.lengths)
-
-
-def _bytes_per_token(identity: Mapping[str, Any]) -> int:
-    states = len(identity["target_layer_ids"]) + 1
-    return int(identity["hidden_size"] * states * DTYPE_MAP[identity["compute_dtype"]].itemsize)
 
 
 def _compute(due: Sequence[PlannedBlock], wanted: Wanted, engine: Engine, max_pending: int) -> None:

@@ -29,6 +29,7 @@ from dspark_cache.target import (
     target_folder,
     warn_unservable,
 )
+from dspark_cache.tokens import hold_out
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,6 +164,7 @@ def _capture(stage: StageContext, tokens: Tokens, store: BlockStore, load: _Load
         Wanted(
             lengths={key: tokens.length(index) for key, index in first_index.items()},
             read_ids=lambda key: tokens.input_ids(first_index[key]),
+            held_out=len(hold_out(first_index, settings.data.eval_samples)),
         ),
         Engine(
             environment=environment,

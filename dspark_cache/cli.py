@@ -9,10 +9,10 @@ import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dspark_cache.errors import DsparkCacheError, LockedError, SettingsError, VerificationError
-from dspark_cache.schema import PROVENANCE_NAME, VERIFY_LEVELS, VERSION
+from dspark_cache.schema import AUTO, PROVENANCE_NAME, STORED_DTYPES, VERIFY_LEVELS, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +48,22 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
+    _add_convert(commands)
+    diff = commands.add_parser("diff", help="compare two caches: what made them, samples, how far states are apart")
+    diff.add_argument("first", type=Path, help="folder of a cache")
+    diff.add_argument("second", type=Path, help="folder of another")
+    diff.add_argument("--max-samples", type=int, default=64, help="common samples to compare; default: %(default)s")
+    diff.add_argument("--all", action="store_true", help="compare all common samples")
+    diff.add_argument("--pad-token-id", type=int, help="id at padding, of caches that do not say")
+    diff.add_argument("--json", action="store_true", help="print JSON")
+    diff.set_defaults(run=_diff)
+
+    estimate = commands.add_parser("estimate", help="say what a run of this repository will take, before it")
+    estimate.add_argument("--rows", type=int, help="tokenise as many conversations only, and take them for all")
+    estimate.add_argument("--tokens-per-second", type=float, help="real tokens a second of capture, for the time")
+    estimate.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
+    estimate.set_defaults(run=_estimate)
+
     fingerprint = commands.add_parser("fingerprint", help="print the value of `revision` for a path outside inputs/")
     fingerprint.add_argument("path", type=Path, help="file or folder")
     fingerprint.set_defaults(run=_fingerprint)
@@ -69,6 +85,78 @@ def _parser() -> argparse.ArgumentParser:
     clean.add_argument("--break-lock", action="store_true", help="forget the holder of a lock on a host that is gone")
     clean.set_defaults(run=_clean)
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser("convert", help="make a cache from another one, without the target")
+    convert.add_argument("source", type=Path, help="folder of a cache, also of NeMo AutoModel")
+    convert.add_argument("target", type=Path, help="folder of the new cache")
+    convert.add_argument("--layout", choices=("padded", "ragged"))
+    convert.add_argument("--dtype", choices=tuple(STORED_DTYPES), help="with no more significant bits than the source")
+    convert.add_argument("--shard-size", type=_shard_size, help="samples a padded shard, or auto")
+    convert.add_argument("--shard-bytes", type=int, help="bytes of states at which a ragged shard is full; 2 GiB")
+    convert.add_argument("--layers", type=_layers, help="layer ids to keep, as 1,9,17")
+    convert.add_argument("--seq-length", type=int, help="positions to keep of each sample")
+    convert.add_argument("--samples", type=_sample_range, help="samples to keep, as START:STOP")
+    convert.add_argument("--eval-samples", type=int, help="distinct samples, the first ones, to hold out")
+    convert.add_argument("--part", choices=("train", "eval"), default="train", help="which part to write then")
+    convert.add_argument("--pad-token-id", type=int, help="id at padding, of a source that does not say")
+    convert.add_argument("--no-check-disk", action="store_true", help="begin although too little disk is free")
+    convert.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="shards verified at a time")
+    convert.set_defaults(run=_convert)
+
+
+def _shard_size(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
+def _layers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _sample_range(text: str) -> tuple[int, int]:
+    start, _, stop = text.partition(":")
+    return int(start or 0), int(stop)
+
+
+def _convert(parsed: argparse.Namespace) -> None:
+    from dspark_cache.convert import Conversion, convert_cache
+
+    _check_positive("--jobs", parsed.jobs)
+    convert_cache(
+        parsed.source,
+        parsed.target,
+        Conversion(
+            layout=parsed.layout,
+            dtype=parsed.dtype,
+            shard_size=parsed.shard_size,
+            shard_bytes=parsed.shard_bytes,
+            layer_ids=parsed.layers,
+            seq_length=parsed.seq_length,
+            samples=parsed.samples,
+            eval_samples=parsed.eval_samples,
+            part=parsed.part,
+            pad_token_id=parsed.pad_token_id,
+        ),
+        check_disk=not parsed.no_check_disk,
+        num_threads=parsed.jobs,
+        progress=_progress,
+    )
+    print(f"{parsed.target} is made and verified")
+
+
+def _diff(parsed: argparse.Namespace) -> None:
+    from dspark_cache.diff import describe, diff_caches
+
+    _check_positive("--max-samples", parsed.max_samples)
+    count = None if parsed.all else parsed.max_samples
+    found = diff_caches(parsed.first, parsed.second, max_samples=count, pad_token_id=parsed.pad_token_id)
+    print(json.dumps(found, indent=2) if parsed.json else describe(found))
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and value <= 0:
+        raise SettingsError(f"{name}: expected more than 0, found {value}")
 
 
 def _inspect(parsed: argparse.Namespace) -> None:
@@ -98,6 +186,24 @@ def _inspect(parsed: argparse.Namespace) -> None:
         print(f"{'tokens':26} {content['tokens']}{positions}, {content['supervised_tokens']} supervised")
 
 
+def _estimate(parsed: argparse.Namespace) -> None:
+    from dspark_cache.doctor import holds_outputs_twice
+    from dspark_cache.estimate import describe, estimate_run, read_samples
+    from dspark_cache.progress import Progress
+    from dspark_cache.stage import open_stage
+
+    _check_positive("--rows", parsed.rows)
+    _check_positive("--tokens-per-second", parsed.tokens_per_second)
+    stage = open_stage("tokenize")
+    samples, origin = read_samples(
+        stage, max_rows=parsed.rows, progress=lambda total: Progress("tokenize", total, "rows")
+    )
+    found = estimate_run(
+        stage, samples, tokens_per_second=parsed.tokens_per_second, link_doubling=holds_outputs_twice(stage)
+    )
+    print(json.dumps({"from": origin, **found}, indent=2) if parsed.json else describe(found, origin))
+
+
 def _fingerprint(parsed: argparse.Namespace) -> None:
     from dspark_cache.inputs import Fingerprints, missing_file
 
@@ -109,8 +215,7 @@ def _fingerprint(parsed: argparse.Namespace) -> None:
 def _verify(parsed: argparse.Namespace) -> None:
     from dspark_cache.verify import CacheFolder, verify_cache
 
-    if parsed.jobs < 1:
-        raise SettingsError(f"--jobs: expected at least 1, found {parsed.jobs}")
+    _check_positive("--jobs", parsed.jobs)
     cache = CacheFolder(parsed.cache)
     if cache.provenance is None:
         print(f"{parsed.cache} has no {PROVENANCE_NAME}: there are no digests to compare", file=sys.stderr)

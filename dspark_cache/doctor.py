@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import BlockStore, scratch_folders
 from dspark_cache.errors import DsparkCacheError, SettingsError
-from dspark_cache.estimate import Estimate, RunShape, estimate_run
-from dspark_cache.files import lock_host
+from dspark_cache.estimate import cache_bytes, samples_of_tokens, scratch_bytes, target_shape
+from dspark_cache.files import lock_host, nearest_existing
 from dspark_cache.ledger import read_ledger
 from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext, writer_locks
-from dspark_cache.target import read_target_facts, resolve_layer_ids, target_folder
 from dspark_cache.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -52,15 +51,7 @@ def examine(stage: StageContext) -> list[Advice]:
     Raises:
         SettingsError: There is no DVC repository.
     """
-    from dvc.exceptions import DvcException
-    from dvc.repo import Repo
-    from scmrepo.exceptions import SCMError
-
-    try:
-        repo = Repo(str(stage.root))
-    except (DvcException, SCMError) as error:
-        raise SettingsError(f"{stage.root.resolve()} cannot be opened as a DVC repository: {error}") from error
-    with repo:
+    with open_repo(stage.root) as repo:
         found = [
             *_links(repo, stage),
             *_remotes(repo),
@@ -70,9 +61,39 @@ def examine(stage: StageContext) -> list[Advice]:
         return [*found, *_locks(stage), *_disks(stage, Path(repo.cache.local.path))]
 
 
-def _links(repo: Any, stage: StageContext) -> Iterator[Advice]:
+def open_repo(root: Path) -> Any:
+    """Open the DVC repository of `root`; to be closed, as a context.
+
+    Raises:
+        SettingsError: There is none.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+    from scmrepo.exceptions import SCMError
+
+    try:
+        return Repo(str(root))
+    except (DvcException, SCMError) as error:
+        raise SettingsError(f"{root.resolve()} cannot be opened as a DVC repository: {error}") from error
+
+
+def _first_link_type(repo: Any) -> str:
     kinds = repo.config["cache"].get("type") or []
-    first = kinds[0] if kinds else "reflink (DVC's default), else copy"
+    return kinds[0] if kinds else "reflink (DVC's default), else copy"
+
+
+def holds_outputs_twice(stage: StageContext) -> bool | None:
+    """Say whether the disk holds an output of a stage and DVC's copy of it; None where there is no DVC repository."""
+    try:
+        with open_repo(stage.root) as repo:
+            is_elsewhere = _device(Path(repo.cache.local.path)) != _device(stage.root)
+            return _first_link_type(repo) not in GOOD_LINKS or is_elsewhere
+    except SettingsError:
+        return None
+
+
+def _links(repo: Any, stage: StageContext) -> Iterator[Advice]:
+    first = _first_link_type(repo)
     remedy = "" if first in GOOD_LINKS else "dvc config cache.type hardlink,symlink"
     what = "outputs are links, held once" if first in GOOD_LINKS else "without reflinks the disk holds outputs twice"
     yield Advice(subject="cache.type", found=f"{first}: {what}", remedy=remedy)
@@ -84,14 +105,9 @@ def _links(repo: Any, stage: StageContext) -> Iterator[Advice]:
         )
 
 
-def _existing(path: Path) -> Path:
-    """Return a path, or the nearest folder above it that exists."""
-    return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())
-
-
 def _device(path: Path) -> int:
     """Return the file system that a path is on, or will be on."""
-    return _existing(path).stat().st_dev
+    return nearest_existing(path).stat().st_dev
 
 
 def _remotes(repo: Any) -> Iterator[Advice]:
@@ -165,17 +181,20 @@ def _locks(stage: StageContext) -> Iterator[Advice]:
 
 def _disks(stage: StageContext, store: Path) -> Iterator[Advice]:
     """Compare free disk with what the next run will write."""
+    settings = stage.settings
     try:
-        estimate = _estimate(stage)
+        samples, target = samples_of_tokens(Tokens(stage.root / TOKENS_PATH)), target_shape(stage)
+        form = (settings.cache.layout, settings.cache.dtype)
+        cache = cache_bytes(samples, target, settings.cache, form, settings.data.eval_samples)
     except DsparkCacheError as error:
         yield Advice(subject="free disk", found=f"not compared: {error}")
         return
-    present = _captured_bytes(stage)
-    needs = [(stage.scratch, max(0, estimate.scratch_bytes - present), "states in scratch")]
+    missing = max(0, scratch_bytes(samples, target) - _captured_bytes(stage))
+    needs = [(stage.scratch, missing, "states in scratch")]
     if not (stage.root / CACHE_PATH).exists():
-        needs.append((stage.root, estimate.held_bytes, "cache/"))
+        needs.append((stage.root, cache.held, "cache/"))
         if _device(store) != _device(stage.root):
-            needs.append((store, estimate.cache_bytes, "DVC's own copy of cache/"))
+            needs.append((store, cache.total, "DVC's own copy of cache/"))
     by_device: dict[int, list[tuple[Path, int, str]]] = {}
     for need in needs:
         by_device.setdefault(_device(need[0]), []).append(need)
@@ -184,7 +203,7 @@ def _disks(stage: StageContext, store: Path) -> Iterator[Advice]:
 
 
 def _disk(group: list[tuple[Path, int, str]]) -> Advice:
-    there = _existing(group[0][0])
+    there = nearest_existing(group[0][0])
     free, needed = shutil.disk_usage(there).free, sum(size for _, size, _ in group)
     listed = ", ".join(f"{size / GIB:.3f} GiB for {what}" for _, size, what in group)
     return Advice(
@@ -194,23 +213,6 @@ def _disk(group: list[tuple[Path, int, str]]) -> Advice:
         if free > needed
         else "make room, set runtime.scratch_dir to another disk, or use cache.layout: ragged",
     )
-
-
-def _estimate(stage: StageContext) -> Estimate:
-    tokens, target = Tokens(stage.root / TOKENS_PATH), stage.settings.target
-    trust = target.trust_remote_code
-    folder = target_folder(stage.target, stage.root, trust_remote_code=trust, weights=False)
-    facts = read_target_facts(folder, trust_remote_code=trust)
-    layer_ids = resolve_layer_ids(target.layer_ids, target.draft_num_hidden_layers, facts.num_hidden_layers)
-    shape = RunShape(
-        lengths=tokens.offsets.diff().tolist(),
-        seq_length=tokens.seq_length,
-        vocab_size=facts.vocab_size,
-        hidden_size=facts.hidden_size,
-        num_layers=len(layer_ids),
-        compute_dtype=facts.dtype if target.compute_dtype == "auto" else target.compute_dtype,
-    )
-    return estimate_run(shape, stage.settings.cache)
 
 
 def _captured_bytes(stage: StageContext) -> int:

@@ -7,6 +7,7 @@ flushed too: after a crash or a power loss there is the old file, the new file o
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -156,6 +157,51 @@ def remove_temporaries(folder: Path, name: str = "") -> list[str]:
     return left
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())
+
+
+def ensure_free_disk(folder: Path, num_bytes: int, *, what: str, remedy: str) -> None:
+    """Refuse to begin what would fill the disk.
+
+    Args:
+        folder: Where it is written; it exists.
+        num_bytes: What will be written.
+        what: Names it in the message.
+        remedy: What to do beside making room.
+
+    Raises:
+        SettingsError: Less is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise SettingsError(
+            f"{num_bytes} bytes of {what} are to be written to {folder.resolve()}, where {free} are free: make room, "
+            f"{remedy}"
+        )
+
+
+def keeps_holes(folder: Path) -> bool:
+    """Say whether the file system of `folder` stores a hole in a file as nothing."""
+    with tempfile.TemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX) as file:
+        os.ftruncate(file.fileno(), 1 << 20)
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
+
+
+def link_file(source: Path, path: Path) -> bool:
+    """Give a file a second name, durably; say no where the file system or its rules do not allow that."""
+    try:
+        os.link(source, path, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        raise
+    _sync(path.parent)
+    return True
+
+
 def building_lock(path: Path) -> Path:
     """Return the lock that whoever writes the output `path` of a stage holds."""
     return path.with_name(f".{path.name}{BUILDING_SUFFIX}.lock")
@@ -186,29 +232,110 @@ def put_folder(path: Path) -> Iterator[Path]:
         LockedError: Another process is building the same folder.
         SettingsError: `path` exists and is no folder.
     """
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise SettingsError(f"{path} is in the way: expected no file or a folder, move it away")
-    building = path.with_name(f".{path.name}{BUILDING_SUFFIX}")
-    aside = path.with_name(f".{path.name}.old{BUILDING_SUFFIX}")
+    building = _building_folder(path)
     with FileLock(building_lock(path)):
-        _settle(aside, path)
+        _settle(path)
         _remove(building)
         building.mkdir()
         try:
             yield building
-            if path.exists():
-                path.rename(aside)
-            building.rename(path)
+            _put_in_place(building, path)
         except BaseException:
-            _settle(aside, path)
+            _settle(path)
             shutil.rmtree(building, ignore_errors=True)
             raise
         _sync(path.parent)
-        _settle(aside, path)
+        _settle(path)
 
 
-def _settle(aside: Path, path: Path) -> None:
+class FinishedParts:
+    """Which files of a folder being built are finished, so that a later run need not write them again.
+
+    A JSON line each in a file beside the folder, after a line with the key of what is built.
+
+    Attributes:
+        records: Name of each finished file to what was recorded of it.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        """Keep the records of an earlier run that had the same `key`, if `path` has any."""
+        self._path = path
+        self.records = _read_parts(path, key)
+        lines = [key, *([name, record] for name, record in self.records.items())]
+        put_bytes(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def add(self, name: str, record: dict[str, Any]) -> None:
+        """Record a file that is durably in place."""
+        self.records[name] = record
+        with self._path.open("a") as file:
+            file.write(json.dumps([name, record]) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _read_parts(path: Path, key: str) -> dict[str, Any]:
+    """Return the whole lines of a file of finished parts that begins with `key`; the last line may be torn."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return dict(lines[1:]) if lines[:1] == [key] else {}
+    except (FileNotFoundError, ValueError, TypeError):
+        return {}
+
+
+@contextmanager
+def resume_folder(path: Path, key: str) -> Iterator[tuple[Path, FinishedParts]]:
+    """Give a folder to fill as `put_folder` does, with the files that a killed or failed run with the same `key` left.
+
+    If the block raises, what it built stays for the next run; `path` is as it was.
+
+    Raises:
+        LockedError: Another process is building the same folder.
+        SettingsError: `path` exists and is no folder.
+    """
+    building = _building_folder(path)
+    record = path.with_name(f".{path.name}{BUILDING_SUFFIX}.jsonl")
+    with FileLock(building_lock(path)):
+        _settle(path)
+        parts = FinishedParts(record, key)
+        if not parts.records or not building.is_dir() or building.is_symlink():
+            _remove(building)
+            building.mkdir()
+        remove_temporaries(building)
+        try:
+            yield building, parts
+            _put_in_place(building, path)
+        except BaseException:
+            _settle(path)
+            raise
+        _sync(path.parent)
+        record.unlink()
+        _settle(path)
+
+
+def _building_folder(path: Path) -> Path:
+    """Return where the folder `path` is built.
+
+    Raises:
+        SettingsError: `path` exists and is no folder.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise SettingsError(f"{path} is in the way: expected no file or a folder, move it away")
+    return path.with_name(f".{path.name}{BUILDING_SUFFIX}")
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old{BUILDING_SUFFIX}")
+
+
+def _put_in_place(building: Path, path: Path) -> None:
+    if path.exists():
+        path.rename(_aside(path))
+    building.rename(path)
+
+
+def _settle(path: Path) -> None:
     """Put back the earlier folder that stepped aside for one that did not come; remove it if that came."""
+    aside = _aside(path)
     if aside.exists() and not path.exists():
         aside.rename(path)
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_cache.errors import CacheFormatError, SettingsError
 from dspark_cache.manifest import DSPARK_FIELDS, RAGGED_FIELDS
-from dspark_cache.schema import IDENTITY_EXEMPT, MANIFEST_DEFAULTS
+from dspark_cache.schema import AUTO, IDENTITY_EXEMPT, MANIFEST_DEFAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +34,7 @@ IDENTITY_SOURCES: dict[str, tuple[str, ...]] = {
         "data.min_loss_tokens",
         "data.skip_invalid",
         "data.limit",
+        "data.eval_samples",
         "target.chat_template",
         "target.nonfinite",
         "inputs/data",
@@ -42,7 +43,7 @@ IDENTITY_SOURCES: dict[str, tuple[str, ...]] = {
     "pad_token_id": ("target.model", "target.revision", "inputs/target"),
     "seq_length": ("data.seq_length",),
     "shard_samples": ("cache.shard_bytes", "cache.dtype", "inputs/data", "inputs/target"),
-    "shard_size": ("cache.shard_size",),
+    "shard_size": ("cache.shard_size", "cache.shard_bytes", "data.seq_length", "cache.dtype", "inputs/target"),
     "shuffle_seed": ("data.shuffle_seed",),
     "target_hidden_dim": (
         "target.model",
@@ -62,7 +63,8 @@ IDENTITY_SOURCES: dict[str, tuple[str, ...]] = {
 """Manifest field to the params and watched inputs that decide it; one listed alone is the field's value itself."""
 
 VERBATIM: dict[str, str] = {field: sources[0] for field, sources in IDENTITY_SOURCES.items() if len(sources) == 1} | {
-    "target_layer_ids": "target.layer_ids"
+    "shard_size": "cache.shard_size",
+    "target_layer_ids": "target.layer_ids",
 }
 """Manifest field to the param whose explicit value it repeats."""
 
@@ -110,6 +112,8 @@ def expected_of_params(path: Path) -> dict[str, Any]:
             expected[field] = values[key]
     if expected.get("layout") == "ragged":
         expected.pop("shard_size", None)  # ragged shards are cut by bytes
+    if expected.get("shard_size") == AUTO:
+        del expected["shard_size"]
     return expected
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
+from dspark_cache.errors import SettingsError
 from dspark_cache.reader import CachedDSparkDataset
-from dspark_cache.schema import CACHE_KEYS
+from dspark_cache.schema import CACHE_KEYS, INPUT_IDS
 
 if TYPE_CHECKING:
     import os
@@ -19,6 +22,11 @@ if TYPE_CHECKING:
     from dspark_cache.manifest import PathLike
 
     Sample = dict[str, torch.Tensor]
+
+PAD_TO_SEQ_LENGTH = "seq_length"
+PAD_TO_LONGEST = "longest"
+LENGTHS = "lengths"
+"""Key of a batch's numbers of real tokens, int64 [B]."""
 
 
 def collate_cached(features: list[Sample], keys: tuple[str, ...]) -> Sample:
@@ -38,6 +46,32 @@ def collate_cached(features: list[Sample], keys: tuple[str, ...]) -> Sample:
 def collate_dspark(features: list[Sample]) -> Sample:
     """Stack samples of a DSpark cache into a batch of `CACHE_KEYS`."""
     return collate_cached(features, CACHE_KEYS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadToLongest:
+    """Collates unpadded samples of a DSpark cache into a batch as long as the longest of them.
+
+    Attributes:
+        pad_token_id: Id at padding; masks and states are zero there.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, features: list[Sample]) -> Sample:
+        """Return `CACHE_KEYS`, each [B, longest, ...], and `lengths` int64 [B].
+
+        Raises:
+            ValueError: No samples.
+        """
+        if not features:
+            raise ValueError("cannot collate an empty list of samples")
+        fills = dict.fromkeys(CACHE_KEYS, 0) | {INPUT_IDS: self.pad_token_id}
+        batch = {
+            key: pad_sequence([feature[key] for feature in features], batch_first=True, padding_value=fill)
+            for key, fill in fills.items()
+        }
+        return {**batch, LENGTHS: torch.tensor([len(feature[INPUT_IDS]) for feature in features])}
 
 
 def build_cached_dataloader(
@@ -87,8 +121,11 @@ def build_cached_dspark_dataloader(
     distributed: bool = False,
     *,
     expect: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    pad_to: str = PAD_TO_SEQ_LENGTH,
 ) -> DataLoader[Sample]:
     """Build a dataloader over a DSpark cache; batches are dicts of `CACHE_KEYS`, each [B, S, ...].
+
+    With `pad_to="longest"` a batch is as long as its longest sample, and has `lengths` int64 [B] as well.
 
     Args:
         cache_dir: Folder of the cache.
@@ -97,10 +134,17 @@ def build_cached_dspark_dataloader(
         num_workers: Worker processes; 0 reads in this one.
         distributed: Whether each rank reads its share.
         expect: See `CachedDSparkDataset`.
+        pad_to: "seq_length" or, of a ragged cache, "longest".
 
     Raises:
         CacheNotFoundError: No manifest or no such folder.
         CacheFormatError: The cache is not as its manifest or `expect` says.
+        SettingsError: Another `pad_to`, or "longest" of a padded cache.
     """
-    dataset = CachedDSparkDataset(cache_dir, expect=expect)
-    return build_cached_dataloader(dataset, batch_size, shuffle, collate_dspark, num_workers, distributed)
+    if pad_to not in (PAD_TO_SEQ_LENGTH, PAD_TO_LONGEST):
+        raise SettingsError(f"pad_to: expected {PAD_TO_SEQ_LENGTH!r} or {PAD_TO_LONGEST!r}, found {pad_to!r}")
+    dataset = CachedDSparkDataset(cache_dir, expect=expect, padded=pad_to == PAD_TO_SEQ_LENGTH)
+    collate: Callable[[list[Sample]], Sample] = collate_dspark
+    if pad_to == PAD_TO_LONGEST:
+        collate = PadToLongest(pad_token_id=dataset.manifest["pad_token_id"])
+    return build_cached_dataloader(dataset, batch_size, shuffle, collate, num_workers, distributed)

@@ -22,6 +22,7 @@ from dspark_cache.schema import (
     MANIFEST_DEFAULTS,
     MANIFEST_NAME,
     RAGGED_FORMAT_VERSION,
+    STORED_DTYPES,
 )
 from dspark_cache.strict_json import ensure_no_foreign_link, is_int, is_sha256, read_json_object, shortened
 
@@ -101,6 +102,7 @@ DSPARK_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = GENERIC_FIELDS | {
 RAGGED_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     key: value for key, value in DSPARK_FIELDS.items() if key != "shard_size"
 } | {
+    "dtype": (f"one of {sorted(STORED_DTYPES)}", lambda v: isinstance(v, str) and v in STORED_DTYPES),
     "layout": ("'ragged'", lambda v: v == "ragged"),
     "pad_token_id": _count(0, MAX_EXTENT),
     "shard_samples": (

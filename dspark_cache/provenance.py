@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.files import put_json
@@ -49,6 +49,12 @@ class FileRecord:
         """Return the record as it is written."""
         return {"bytes": self.num_bytes, "sha256": self.sha256, **self.counts}
 
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> FileRecord:
+        """Return the record that `as_json` gave."""
+        counts = {key: values[key] for key in COUNTS if key in values}
+        return cls(num_bytes=values["bytes"], sha256=values["sha256"], counts=counts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
@@ -60,6 +66,8 @@ class Provenance:
         pad_token_id: Id at padding.
         tokens: Identity of the tokens.
         capture: Identity and environments of the capture, samples dropped, scales between lm_head and logits.
+        held_out: Of a cache whose data were split, `eval_samples` and which `part` this is, "train" or "eval".
+        conversions: Of a cache made from another one without the target, what each conversion changed, oldest first.
         files: Name of each other file of the cache to its record.
     """
 
@@ -68,7 +76,9 @@ class Provenance:
     pad_token_id: int
     tokens: dict[str, Any]
     capture: dict[str, Any]
-    files: dict[str, FileRecord]
+    held_out: dict[str, Any] = field(default_factory=dict)
+    conversions: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, FileRecord] = field(default_factory=dict)
 
     def origin(self) -> dict[str, Any]:
         """Return all but the files, as it is written."""
@@ -79,12 +89,20 @@ class Provenance:
             "pad_token_id": self.pad_token_id,
             "tokens": self.tokens,
             "capture": self.capture,
+            **({"held_out": self.held_out} if self.held_out else {}),
+            **({"conversions": self.conversions} if self.conversions else {}),
         }
 
     def put(self, folder: Path) -> None:
         """Put the file in place in `folder`."""
-        content = {**self.origin(), "files": {name: record.as_json() for name, record in self.files.items()}}
-        put_json(folder / PROVENANCE_NAME, {**content, DIGEST_KEY: _digest(content)})
+        put_json(folder / PROVENANCE_NAME, {**self._content(), DIGEST_KEY: self.sha256()})
+
+    def sha256(self) -> str:
+        """Return the digest that the file ends in."""
+        return _digest(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        return {**self.origin(), "files": {name: record.as_json() for name, record in self.files.items()}}
 
     def total(self, count: str) -> int:
         """Add up one of `COUNTS`."""
@@ -117,6 +135,8 @@ def read_provenance(cache_dir: Path) -> Provenance | None:
         pad_token_id=fields.count("pad_token_id"),
         tokens=fields.mapping("tokens"),
         capture=fields.mapping("capture"),
+        held_out=fields.mapping("held_out") if "held_out" in values else {},
+        conversions=_conversions(fields) if "conversions" in values else [],
         files={name: _record(name, value, fields) for name, value in fields.mapping("files").items()},
     )
     recorded = fields.sha256(DIGEST_KEY)
@@ -125,6 +145,14 @@ def read_provenance(cache_dir: Path) -> Provenance | None:
         fields.fault(f"{DIGEST_KEY}: its content has {found}, it says {recorded}")
     fields.finish()
     return provenance
+
+
+def _conversions(fields: Fields) -> list[dict[str, Any]]:
+    items = fields.items("conversions")
+    if not all(isinstance(item, dict) and isinstance(item.get("changes"), dict) for item in items):
+        fields.fault("conversions: expected objects with the object 'changes'")
+        return []
+    return items
 
 
 def _record(name: str, value: Any, fields: Fields) -> FileRecord:

@@ -8,16 +8,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dspark_cache.errors import CacheFormatError
-from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, TensorSpec
+from dspark_cache.fp8 import dequantise
+from dspark_cache.schema import (
+    FP8,
+    HIDDEN,
+    HIDDEN_SCALES,
+    INPUT_IDS,
+    LAST_HIDDEN,
+    LAST_HIDDEN_SCALES,
+    LOSS_MASK,
+    READ_DTYPES,
+    SAMPLE_OFFSETS,
+    SCALES_OF,
+    STORED_DTYPES,
+    TensorSpec,
+)
 from dspark_cache.shard_file import open_cache_file
 from dspark_cache.shards import shard_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dspark_cache.manifest import PathLike
     from dspark_cache.shard_file import ShardFile
 
@@ -27,15 +43,56 @@ def samples_name(shard_index: int) -> str:
     return shard_name(shard_index).replace("shard-", "samples-", 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatesForm:
+    """How states are stored.
+
+    Attributes:
+        dtype: Key of `STORED_DTYPES`.
+        hidden_dim: D.
+        last_dim: H.
+    """
+
+    dtype: str
+    hidden_dim: int
+    last_dim: int
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> StatesForm:
+        """Return what a DSpark manifest says."""
+        return cls(
+            dtype=manifest["dtype"],
+            hidden_dim=manifest["target_hidden_dim"],
+            last_dim=manifest["target_last_hidden_dim"],
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's states, scales included."""
+        return sum(spec.num_bytes for spec in self.states(1).values())
+
+    def states(self, tokens: int) -> dict[str, TensorSpec]:
+        """Return the tensors of T tokens: [T, D], [T, H], and of fp8 their scales, [T, L] and [T, 1]."""
+        dtype = STORED_DTYPES[self.dtype]
+        specs = {
+            HIDDEN: TensorSpec(dtype=dtype, shape=(tokens, self.hidden_dim)),
+            LAST_HIDDEN: TensorSpec(dtype=dtype, shape=(tokens, self.last_dim)),
+        }
+        if self.dtype == FP8:
+            layers = self.hidden_dim // self.last_dim
+            specs[HIDDEN_SCALES] = TensorSpec(dtype=torch.float32, shape=(tokens, layers))
+            specs[LAST_HIDDEN_SCALES] = TensorSpec(dtype=torch.float32, shape=(tokens, 1))
+        return specs
+
+
 def offsets_spec(num_samples: int) -> TensorSpec:
     """Return dtype and shape of the offsets of n samples, int64 [n+1]."""
     return TensorSpec(dtype=torch.int64, shape=(num_samples + 1,))
 
 
-def feature_specs(tokens: int, num_samples: int, sample: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Return the tensors of a shard's states: [T, D], [T, H], offsets [n+1]; `sample` has the padded sample's."""
-    specs = {key: TensorSpec(dtype=spec.dtype, shape=(tokens, *spec.shape[1:])) for key, spec in sample.items()}
-    return {HIDDEN: specs[HIDDEN], LAST_HIDDEN: specs[LAST_HIDDEN], SAMPLE_OFFSETS: offsets_spec(num_samples)}
+def feature_specs(tokens: int, num_samples: int, form: StatesForm) -> dict[str, TensorSpec]:
+    """Return the tensors of a file with the states of n samples, and their offsets [n+1], in the file's order."""
+    return {**form.states(tokens), SAMPLE_OFFSETS: offsets_spec(num_samples)}
 
 
 def samples_specs(tokens: int, num_samples: int) -> dict[str, TensorSpec]:
@@ -52,21 +109,25 @@ class RaggedShape:
     """What every shard of a ragged cache has in common.
 
     Attributes:
-        sample: Dtype and shape of a padded sample's tensors, as the reader returns them.
+        form: How states are stored.
+        seq_length: S.
         pad_token_id: Id at padding.
     """
 
-    sample: dict[str, TensorSpec]
+    form: StatesForm
+    seq_length: int
     pad_token_id: int
 
-    @property
-    def seq_length(self) -> int:
-        """S."""
-        return self.sample[INPUT_IDS].shape[0]
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> RaggedShape:
+        """Return what a manifest of version 2 says."""
+        return cls(
+            form=StatesForm.of(manifest), seq_length=manifest["seq_length"], pad_token_id=manifest["pad_token_id"]
+        )
 
 
 class RaggedShard:
-    """Both open files of one shard; gives samples padded to S, as a padded cache would."""
+    """Both open files of one shard; gives samples padded, as a padded cache would, or as they are."""
 
     def __init__(self, cache_dir: PathLike, shard_index: int, num_samples: int, shape: RaggedShape) -> None:
         """Open the files and check headers, sizes and offsets.
@@ -80,7 +141,7 @@ class RaggedShard:
         self._tokens = open_cache_file(Path(cache_dir) / samples_name(shard_index))
         self._states.require((LAST_HIDDEN,))
         tokens = (self._states.places[LAST_HIDDEN].spec.shape or (0,))[0]
-        self._states.expect(feature_specs(tokens, num_samples, shape.sample), exactly=True)
+        self._states.expect(feature_specs(tokens, num_samples, shape.form), exactly=True)
         self._tokens.expect(samples_specs(tokens, num_samples), exactly=True)
         offsets = self._states.read_rows(SAMPLE_OFFSETS, 0, num_samples + 1)
         if not torch.equal(offsets, self._tokens.read_rows(SAMPLE_OFFSETS, 0, num_samples + 1)):
@@ -99,16 +160,39 @@ class RaggedShard:
         """The file of states and the file of ids and masks."""
         return self._states, self._tokens
 
-    def read(self, row: int) -> dict[str, torch.Tensor]:
-        """Return one sample, padded, in memory of its own."""
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        found: list[int] = self._offsets.diff().tolist()
+        return found
+
+    def rows(self, key: str, row: int, start: int, stop: int) -> torch.Tensor:
+        """Return tokens start (included) to stop (excluded) of a sample as they are stored."""
+        first = int(self._offsets[row])
+        file = self._tokens if key in (INPUT_IDS, LOSS_MASK) else self._states
+        return file.read_rows(key, first + start, first + stop)
+
+    def read(self, row: int, *, padded: bool) -> dict[str, torch.Tensor]:
+        """Return one sample in memory of its own, with S positions or as many as it has tokens."""
         start, stop = self._offsets[row : row + 2].tolist()
+        positions = self._shape.seq_length if padded else stop - start
         sample = {}
-        for key, spec in self._shape.sample.items():
+        for key in (INPUT_IDS, LOSS_MASK):
             fill = self._shape.pad_token_id if key == INPUT_IDS else 0
-            padded = torch.full(spec.shape, fill, dtype=spec.dtype)
-            if key in (HIDDEN, LAST_HIDDEN):
-                self._states.read_into(key, start, padded[: stop - start])
-            else:
-                padded[: stop - start] = self._tokens.read_rows(key, start, stop)
-            sample[key] = padded
+            sample[key] = torch.full((positions,), fill, dtype=torch.int64)
+            sample[key][: stop - start] = self._tokens.read_rows(key, start, stop)
+        for key in (HIDDEN, LAST_HIDDEN):
+            width = self._states.places[key].spec.shape[1]
+            sample[key] = torch.zeros(positions, width, dtype=READ_DTYPES[self._shape.form.dtype])
+            self._read_states(key, start, sample[key][: stop - start])
         return sample
+
+    def _read_states(self, key: str, start: int, into: torch.Tensor) -> None:
+        """Fill rows [T, ...] from token `start` of the shard on."""
+        if self._shape.form.dtype != FP8:
+            self._states.read_into(key, start, into)
+            return
+        stop = start + len(into)
+        into.copy_(
+            dequantise(self._states.read_rows(key, start, stop), self._states.read_rows(SCALES_OF[key], start, stop))
+        )

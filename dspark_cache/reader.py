@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset
 
-from dspark_cache.errors import CacheFormatError
+from dspark_cache.errors import CacheFormatError, SettingsError
 from dspark_cache.identity import ensure_expected
 from dspark_cache.manifest import (
     PathLike,
@@ -36,11 +36,11 @@ from dspark_cache.schema import (
     CACHE_KEYS,
     DSPARK_FORMAT_VERSION,
     DSPARK_NAME,
-    DTYPE_MAP,
     HIDDEN,
     INPUT_IDS,
     LAST_HIDDEN,
     LOSS_MASK,
+    READ_DTYPES,
     TensorSpec,
 )
 from dspark_cache.shard_file import open_cache_file, physical_memory
@@ -125,6 +125,14 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             raise IndexError(f"sample {position} of a cache of {self.num_samples}")
         shard, row = self._locate(position % self.num_samples)
         return self._read(self._handle(shard), row)
+
+    def ensure_unchanged(self) -> None:
+        """Refuse a cache that was replaced since it was opened.
+
+        Raises:
+            CacheFormatError: Manifest or provenance are others.
+        """
+        self._pin.ensure_same_folder()
 
     def shard_of(self, index: int) -> int:
         """Return the shard that holds sample `index` (0..len-1)."""
@@ -228,8 +236,9 @@ class CachedDSparkDataset(CachedTensorDataset):
     """Read samples of a DSpark cache.
 
     Items: `input_ids` [S] and `loss_mask` [S] int64, `target_hidden_states` [S, D] and
-    `target_last_hidden_states` [S, H] in the cache's dtype. Positions past a sample's end hold the pad token,
-    mask 0 and, in caches of this producer, zero states.
+    `target_last_hidden_states` [S, H] in the cache's dtype, bf16 where that is fp8. Positions past a sample's end hold
+    the pad token, mask 0 and, in caches of this producer, zero states; with `padded=False` there are none of them, and
+    the first extent is the sample's own T.
     """
 
     def __init__(
@@ -238,6 +247,7 @@ class CachedDSparkDataset(CachedTensorDataset):
         *,
         expect: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         max_open_files: int = MAX_OPEN_FILES,
+        padded: bool = True,
     ) -> None:
         """Open the cache and check its manifest, names, sizes and headers.
 
@@ -246,14 +256,21 @@ class CachedDSparkDataset(CachedTensorDataset):
             expect: Manifest fields that must have these values, or the path of a params.yaml whose explicit
                 values are compared.
             max_open_files: Most shard files kept open.
+            padded: Fill samples up to S positions; False needs the ragged layout.
 
         Raises:
             CacheNotFoundError: No manifest or no such folder.
             CacheFormatError: Incomplete, anything is not as the manifest says, or `expect` differs.
-            SettingsError: `expect` has unknown keys or cannot be read.
+            SettingsError: `expect` has unknown keys or cannot be read; or unpadded samples of a padded cache.
         """
         self._expect = expect
+        self._padded = padded
         super().__init__(cache_dir, DSPARK_NAME, DSPARK_FORMAT_VERSION, CACHE_KEYS, max_open_files=max_open_files)
+        if not padded and not is_ragged(self.manifest):
+            raise SettingsError(
+                f"{self.cache_dir} is padded: it does not say how long its samples are; dspark-cache convert "
+                "--layout ragged makes a cache that does"
+            )
 
     def _read_manifest(self, cache_name: str, format_version: int) -> dict[str, Any]:  # noqa: ARG002
         manifest = read_manifest(self.cache_dir)
@@ -295,18 +312,34 @@ class CachedDSparkDataset(CachedTensorDataset):
     def _open(self, shard_index: int) -> Any:
         if not is_ragged(self.manifest):
             return super()._open(shard_index)
-        shape = RaggedShape(sample=self._sample_specs, pad_token_id=self.manifest["pad_token_id"])
+        shape = RaggedShape.of(self.manifest)
         return RaggedShard(self.cache_dir, shard_index, self.manifest["shard_samples"][shard_index], shape)
 
     def _read(self, file: Any, row: int) -> dict[str, torch.Tensor]:
         if isinstance(file, RaggedShard):
-            return file.read(row)
+            return file.read(row, padded=self._padded)
         return super()._read(file, row)
+
+    def stored_lengths(self, shard: int) -> list[int]:
+        """Return the stored positions of each sample of a shard: its tokens, or S in a padded cache."""
+        file = self._handle(shard)
+        if isinstance(file, RaggedShard):
+            return file.lengths
+        return [self.manifest["seq_length"]] * len(self.samples_of(shard))
+
+    def stored_rows(self, key: str, index: int, start: int, stop: int) -> torch.Tensor:
+        """Return positions start (included) to stop (excluded) of a sample as its file has them, scales of fp8 too."""
+        shard, row = self._locate(index)
+        file = self._handle(shard)
+        if isinstance(file, RaggedShard):
+            return file.rows(key, row, start, stop)
+        rows: torch.Tensor = file.read_positions(key, row, start, stop)
+        return rows
 
 
 def sample_specs(manifest: Mapping[str, Any]) -> dict[str, TensorSpec]:
     """Return dtype and shape of one padded sample's tensors as a full DSpark manifest says."""
-    length, dtype = manifest["seq_length"], DTYPE_MAP[manifest["dtype"]]
+    length, dtype = manifest["seq_length"], READ_DTYPES[manifest["dtype"]]
     return {
         INPUT_IDS: TensorSpec(dtype=torch.int64, shape=(length,)),
         LOSS_MASK: TensorSpec(dtype=torch.int64, shape=(length,)),

@@ -42,6 +42,12 @@ LAST_HIDDEN: Final = "target_last_hidden_states"
 CACHE_KEYS: Final = (INPUT_IDS, LOSS_MASK, HIDDEN, LAST_HIDDEN)
 """Keys of a padded shard, in the order in which they lie in the file."""
 
+HIDDEN_SCALES: Final = "target_hidden_states_scales"
+"""float32 [T, L] of an fp8 shard: what the values of each token and layer are multiplied by."""
+LAST_HIDDEN_SCALES: Final = "target_last_hidden_states_scales"
+"""float32 [T, 1]."""
+SCALES_OF: Final = {HIDDEN: HIDDEN_SCALES, LAST_HIDDEN: LAST_HIDDEN_SCALES}
+
 SAMPLE_OFFSETS: Final = "sample_offsets"
 """int64 [n+1]: sample i of a ragged file is rows offsets[i] (included) to offsets[i+1] (excluded)."""
 
@@ -50,6 +56,13 @@ DTYPE_MAP: Final[dict[str, torch.dtype]] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+FP8: Final = "fp8_e4m3"
+STORED_DTYPES: Final[dict[str, torch.dtype]] = {**DTYPE_MAP, FP8: torch.float8_e4m3fn}
+"""Dtypes in which a cache may store states; fp8 in the ragged layout only."""
+READ_DTYPES: Final[dict[str, torch.dtype]] = {**DTYPE_MAP, FP8: torch.bfloat16}
+"""Dtype in which a reader gets the states of a cache, and in which its target weights are stored."""
+SIGNIFICAND_BITS: Final = {FP8: 4, "bf16": 8, "fp16": 11, "fp32": 24}
+"""Significant bits of a number: states are never converted to a dtype with more than they were rounded to."""
 
 SAFETENSORS_DTYPES: Final[dict[str, torch.dtype]] = {
     "BOOL": torch.bool,
@@ -70,11 +83,14 @@ SAFETENSORS_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 SAFETENSORS_NAMES: Final = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
-STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 1, "shards": 2, "verify": 2}
+STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 1, "shards": 3, "verify": 3}
 """Raised when the same input would give other output; `stages/versions.yaml` holds the same numbers."""
 
 VERIFY_LEVELS: Final = ("files", "headers", "bytes", "values", "supervision")
 """How far a cache is checked; each level includes those before it."""
+
+AUTO: Final = "auto"
+"""Value of `cache.shard_size` that leaves it to `cache.shard_bytes`."""
 
 IDENTITY_EXEMPT: Final = ("format_version", "complete")
 """Manifest keys that describe the state of the files, not what they were made from."""

@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from dspark_cache.errors import SettingsError
-from dspark_cache.schema import DTYPE_MAP, VERIFY_LEVELS
+from dspark_cache.schema import AUTO, DTYPE_MAP, FP8, STORED_DTYPES, VERIFY_LEVELS
 from dspark_cache.strict_json import is_int
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class DataSettings:
     min_loss_tokens: int = _at_least(0, 0)
     skip_invalid: bool = False
     limit: int | None = _at_least(None, 1)
+    eval_samples: int = _at_least(0, 0)
+    """Distinct samples, the first ones, that are published as `cache-eval/` and left out of `cache/`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,12 @@ class CacheSettings:
     """Section `cache`: the published form."""
 
     layout: str = _one_of("padded", "padded", "ragged")
-    dtype: str = _one_of("bf16", *DTYPE_MAP)
-    shard_size: int = _at_least(16, 1)
-    """Samples a shard of the padded layout."""
+    dtype: str = _one_of("bf16", *STORED_DTYPES)
+    """Of the states; fp8_e4m3 in the ragged layout only."""
+    shard_size: int | str = field(default=16, metadata={"words": (AUTO,), "minimum": 1})
+    """Samples a shard of the padded layout; auto: as many as `shard_bytes` hold, of this seq_length and width."""
     shard_bytes: int = _at_least(2147483648, 1)
-    """Size at which a shard of the ragged layout is full; a sample larger than that has one of its own."""
+    """Size of states at which a ragged shard is full; a larger sample has one of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,8 @@ class RuntimeSettings:
     """GiB of captured states held on the host while they wait for the disk."""
     allow_mixed: bool = False
     check_blocks: str = _one_of("headers", "headers", "digest")
+    check_disk: bool = True
+    """Refuse to start where less disk is free than will be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +238,8 @@ def _fault_of(value: Any, hint: Any, metadata: Mapping[str, Any]) -> str | None:
         return expected
     if "choices" in metadata and value not in metadata["choices"]:
         return expected
+    if isinstance(value, str) and "words" in metadata:
+        return None if value in metadata["words"] else expected
     numbers = value if isinstance(value, list) else [value]
     if "minimum" in metadata and any(number < metadata["minimum"] for number in numbers):
         return expected
@@ -257,7 +264,10 @@ _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a t
 def _expectation(kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> str:
     if "choices" in metadata:
         return "one of " + ", ".join(str(choice) for choice in metadata["choices"])
-    text = " or ".join(_NAMES.get(kind, "a list of integers") for kind in kinds)
+    names: dict[Any, str] = {**_NAMES}
+    if "words" in metadata:
+        names[str] = ", ".join(metadata["words"])
+    text = " or ".join(names.get(kind, "a list of integers") for kind in kinds)
     return text + (f" of at least {metadata['minimum']}" if "minimum" in metadata else "")
 
 
@@ -271,6 +281,9 @@ def _check_together(plain: Mapping[str, Mapping[str, Any]], params: Mapping[str,
     least, length = data.get("min_loss_tokens", 0), DataSettings().seq_length if is_default else data.get("seq_length")
     if length is not None and least > length:
         faults.append(f"data.min_loss_tokens: {least} is more than the {length} tokens of data.seq_length")
+    cache = {"layout": CacheSettings().layout, **plain.get("cache", {})}
+    if cache.get("dtype") == FP8 and cache["layout"] != "ragged":
+        faults.append(f"cache.dtype: {FP8} needs cache.layout: ragged, format version 1 has no place for its scales")
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

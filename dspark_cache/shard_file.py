@@ -349,6 +349,15 @@ class ShardFile:
         self.read_into(key, start, rows)
         return rows
 
+    def read_positions(self, key: str, row: int, start: int, stop: int) -> torch.Tensor:
+        """Return positions start (included) to stop (excluded) of one row of a tensor [n, S, ...]."""
+        place = self.places[key]
+        position = TensorSpec(dtype=place.spec.dtype, shape=place.spec.shape[1:])
+        rows = torch.empty((stop - start, *position.shape[1:]), dtype=position.dtype)
+        offset = place.offset + row * place.spec.row_bytes + start * position.row_bytes
+        read_exactly(self._descriptor, byte_view(rows), offset, name=self.name)
+        return rows
+
     def read_into(self, key: str, start: int, rows: torch.Tensor) -> None:
         """Fill the contiguous tensor `rows` from row `start` of `key` on."""
         place = self.places[key]

@@ -269,15 +269,53 @@ def load_target(folder: Path, settings: TargetSettings, compute_dtype: str, devi
     return Target(model=model, base=find_base(model, layers), layers=layers, device=device)
 
 
-def _from_pretrained(folder: Path, settings: TargetSettings, dtype: torch.dtype) -> Any:
+def _model_class(folder: Path, settings: TargetSettings) -> tuple[Any, Any]:
+    """Return the auto class that a target is loaded by, and its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.utils.logging import disable_progress_bar
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True)
     remote = settings.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     causal = remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto_class = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    return (AutoModelForCausalLM if causal else AutoModelForImageTextToText), config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What a target's whole model takes, lm_head included.
+
+    Attributes:
+        num_bytes: Bytes of its parameters.
+        ties_weights: Whether lm_head is the embedding.
+    """
+
+    num_bytes: int
+    ties_weights: bool
+
+
+def read_model_size(folder: Path, settings: TargetSettings, compute_dtype: str) -> ModelSize:
+    """Work out a target's size from its configuration, without its weights.
+
+    Raises:
+        InputError: No model can be made of it.
+    """
+    auto_class, config = _model_class(folder, settings)
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                config, dtype=DTYPE_MAP[compute_dtype], trust_remote_code=settings.trust_remote_code
+            )
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise InputError(f"target.model: no model can be made of the configuration in {folder}: {error}") from error
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return ModelSize(num_bytes=size, ties_weights=head is not None and head.weight is embed.weight)
+
+
+def _from_pretrained(folder: Path, settings: TargetSettings, dtype: torch.dtype) -> Any:
+    from transformers.utils.logging import disable_progress_bar
+
+    auto_class, _ = _model_class(folder, settings)
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -6,16 +6,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import torch
+
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.manifest import is_ragged, read_manifest
-from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, TARGET_WEIGHTS_NAME
-from dspark_cache.shard_file import open_cache_file, write_tensors
+from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, TARGET_WEIGHTS_NAME, TensorSpec
+from dspark_cache.shard_file import ShardFile, ShardWriter, open_cache_file, write_tensors
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterator
 
     from dspark_cache.manifest import PathLike
+
+_CHUNK_BYTES = 1 << 26
 
 
 def target_weights_path(cache_dir: PathLike) -> str:
@@ -27,18 +31,39 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.detach().to(device="cpu", dtype=dtype).contiguous()
 
 
-def put_target_weights(
-    path: Path, embed_tokens: torch.Tensor, lm_head: torch.Tensor, dtype: torch.dtype, *, tied_once: bool = False
-) -> str:
-    """Put a file with both weights [V, H], cast to `dtype`, in place; return its sha256.
+def copy_target_weights(source: ShardFile, path: Path, dtype: torch.dtype, *, tied_once: bool) -> str:
+    """Put the weights of another file in place in `dtype`, a few rows at a time; return the sha256.
 
-    Tied weights, the same tensor, are under both names, which format version 1 asks for, or only once.
+    Args:
+        source: Holds `embed_tokens.weight` and, unless it is the same, `lm_head.weight`, both [V, H].
+        path: Where to.
+        dtype: Dtype of the copies.
+        tied_once: Whether weights that are equal, byte for byte, are written once: format version 2.
     """
-    embed = _cast(embed_tokens, dtype)
-    head = embed if lm_head is embed_tokens else _cast(lm_head, dtype)
-    tensors = {EMBED_KEY: embed} if tied_once and head is embed else {EMBED_KEY: embed, LM_HEAD_KEY: head}
-    with put_file(path) as temporary:
-        return write_tensors(temporary, tensors)
+    head = EMBED_KEY if _is_tied(source) else LM_HEAD_KEY
+    keys = {EMBED_KEY: EMBED_KEY} if tied_once and head == EMBED_KEY else {EMBED_KEY: EMBED_KEY, LM_HEAD_KEY: head}
+    specs = {key: TensorSpec(dtype=dtype, shape=source.places[name].spec.shape) for key, name in keys.items()}
+    with put_file(path) as temporary, ShardWriter(temporary, specs) as writer:
+        for key, name in keys.items():
+            for rows in _row_chunks(source, name):
+                writer.append(key, rows.to(dtype))
+        return writer.finish()
+
+
+def _is_tied(file: ShardFile) -> bool:
+    """Say whether lm_head is the embedding: not there, or the same bytes."""
+    if LM_HEAD_KEY not in file.places:
+        return True
+    pairs = zip(_row_chunks(file, EMBED_KEY), _row_chunks(file, LM_HEAD_KEY), strict=False)
+    same_shape = file.places[EMBED_KEY].spec == file.places[LM_HEAD_KEY].spec
+    return same_shape and all(torch.equal(embed, head) for embed, head in pairs)
+
+
+def _row_chunks(file: ShardFile, key: str) -> Iterator[torch.Tensor]:
+    spec = file.places[key].spec
+    step = max(1, _CHUNK_BYTES // max(1, spec.row_bytes))
+    for start in range(0, spec.shape[0], step):
+        yield file.read_rows(key, start, min(start + step, spec.shape[0]))
 
 
 def write_target_weights(
@@ -55,7 +80,10 @@ def write_target_weights(
         raise CacheFormatError("the target's lm_head has a bias, which target_weights.safetensors has no place for")
     path = Path(target_weights_path(cache_dir))
     path.parent.mkdir(parents=True, exist_ok=True)
-    put_target_weights(path, _weight(embed_tokens), _weight(lm_head), dtype)
+    embed, head = _weight(embed_tokens), _weight(lm_head)
+    cast = _cast(embed, dtype)
+    with put_file(path) as temporary:
+        write_tensors(temporary, {EMBED_KEY: cast, LM_HEAD_KEY: cast if head is embed else _cast(head, dtype)})
     return str(path)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError, RowError
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError, RowError, SettingsError
 from dspark_cache.files import byte_view, put_file, put_json
 from dspark_cache.loss_masks import common_prefix
 from dspark_cache.schema import INPUT_IDS, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS, TensorSpec
@@ -23,10 +23,13 @@ from dspark_cache.shard_file import ShardFile, ShardWriter
 from dspark_cache.strict_json import Fields, read_json_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from dspark_cache.tokenizing import TokenizedSample
+
+TRAIN, EVAL = "train", "eval"
+"""The two parts of a data set some samples of which are held out."""
 
 TOKENS_FILE = "tokens.safetensors"
 TOKENS_JSON = "tokens.json"
@@ -41,6 +44,20 @@ logger = logging.getLogger(__name__)
 def sample_key(input_ids: torch.Tensor) -> str:
     """Return the key of a sample's states: the hash of its ids, as little-endian int32 [T]."""
     return hashlib.sha256(byte_view(input_ids.to(torch.int32).contiguous())).hexdigest()[:SAMPLE_KEY_DIGITS]
+
+
+def hold_out(keys: Iterable[str], count: int) -> set[str]:
+    """Return the keys of the samples to hold out: the first `count` distinct ones.
+
+    Chosen by place, so that appended samples change nothing; by key, so that samples with the same ids stay together.
+
+    Raises:
+        SettingsError: No other sample is left.
+    """
+    distinct = list(dict.fromkeys(keys))
+    if count and len(distinct) <= count:
+        raise SettingsError(f"data.eval_samples: {count} of {len(distinct)} distinct samples leave none to train on")
+    return set(distinct[:count])
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ from dspark_cache.provenance import COUNTS, FileRecord, Provenance, read_provena
 from dspark_cache.ragged import RaggedShape, RaggedShard, samples_name
 from dspark_cache.reader import CachedDSparkDataset, sample_specs
 from dspark_cache.schema import (
-    DTYPE_MAP,
     EMBED_KEY,
     HIDDEN,
     INPUT_IDS,
@@ -32,6 +31,7 @@ from dspark_cache.schema import (
     LOSS_MASK,
     MANIFEST_NAME,
     PROVENANCE_NAME,
+    READ_DTYPES,
     TARGET_WEIGHTS_NAME,
     VERIFY_LEVELS,
     TensorSpec,
@@ -42,7 +42,7 @@ from dspark_cache.strict_json import ensure_no_foreign_link, is_same_json, print
 from dspark_cache.supervision import Supervision, supervision_faults
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from dspark_cache.tokens import Tokens
@@ -147,20 +147,26 @@ def _file_findings(cache: CacheFolder, name: str) -> Iterator[Finding]:
 
 def _provenance_findings(cache: CacheFolder, provenance: Provenance) -> Iterator[Finding]:
     """Compare what provenance.json and the manifest both say."""
-    expected = {**cache.manifest, "layout": "ragged" if is_ragged(cache.manifest) else "padded"}
+    expected = {"layout": "padded", **cache.manifest}
+    converted = {key: value for step in provenance.conversions for key, value in step["changes"].items()}
     identity = provenance.capture.get("identity", {})
     if not isinstance(identity, dict):
         yield Finding(level="headers", file=PROVENANCE_NAME, message=f"capture.identity is {identity!r:.80}, no object")
     sections = {
         "": {"layout": provenance.layout, "pad_token_id": provenance.pad_token_id},
-        "tokens.": provenance.tokens,
-        "capture.identity.": identity if isinstance(identity, dict) else {},
+        "tokens.": {**provenance.tokens, **_shared(converted, provenance.tokens)},
+        "capture.identity.": {**identity, **_shared(converted, identity)} if isinstance(identity, dict) else {},
+        "conversions.changes.": converted,
     }
     for section, values in sections.items():
         for key in sorted(values.keys() & expected.keys()):
             if not is_same_json(values[key], expected[key]):
                 message = f"{section}{key} is {values[key]!r:.200}, manifest.json says {expected[key]!r:.200}"
                 yield Finding(level="headers", file=PROVENANCE_NAME, message=message)
+
+
+def _shared(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key in others}
 
 
 def check_headers(cache: CacheFolder) -> Iterator[Finding]:
@@ -176,7 +182,7 @@ def check_headers(cache: CacheFolder) -> Iterator[Finding]:
         stacked = {key: spec.stacked(rows) for key, spec in specs.items()}
         yield from _header_findings(cache.path / shard_name(index), stacked)
     weight = TensorSpec(
-        dtype=DTYPE_MAP[manifest["dtype"]],
+        dtype=READ_DTYPES[manifest["dtype"]],
         shape=(manifest["target_vocab_size"], manifest["hidden_size"]),
     )
     weights = {EMBED_KEY: weight, LM_HEAD_KEY: weight}
@@ -194,9 +200,8 @@ def _keys(path: Path) -> set[str]:
 
 
 def _ragged_findings(cache: CacheFolder, index: int, rows: int) -> Iterator[Finding]:
-    shape = RaggedShape(sample=sample_specs(cache.manifest), pad_token_id=cache.manifest["pad_token_id"])
     try:
-        RaggedShard(cache.path, index, rows, shape)
+        RaggedShard(cache.path, index, rows, RaggedShape.of(cache.manifest))
     except (DsparkCacheError, OSError) as error:
         yield Finding(level="headers", file=shard_name(index), message=str(error))
 

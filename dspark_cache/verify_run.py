@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import BlockStore
 from dspark_cache.capture_run import capture_identity
+from dspark_cache.diff import differences
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
 from dspark_cache.files import remove_temporaries
 from dspark_cache.forward import pick_device
 from dspark_cache.identity import manifest_differences
 from dspark_cache.ledger import Ledger, read_ledger
 from dspark_cache.progress import Progress
-from dspark_cache.publish import build_manifest, build_provenance, cut_shards, placed_samples
+from dspark_cache.publish import PlacedSample, eval_folder, placed_samples, plan_caches
 from dspark_cache.reader import CachedDSparkDataset
 from dspark_cache.recompute import (
     Recomputed,
@@ -26,27 +28,26 @@ from dspark_cache.recompute import (
 )
 from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME
 from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext
-from dspark_cache.strict_json import is_same_json
 from dspark_cache.target import load_target, read_target_facts, target_folder
 from dspark_cache.target_weights import read_target_weight_modules
-from dspark_cache.tokens import Tokens, sample_key
+from dspark_cache.tokens import EVAL, TRAIN, Tokens, sample_key
 from dspark_cache.verify import CacheFolder, Finding, Report, verify_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
+    from dspark_cache.cache_writer import CachePlan
     from dspark_cache.provenance import Provenance
     from dspark_cache.target import Target
 
 logger = logging.getLogger(__name__)
 
-_ABSENT: Any = object()
 
+def verify_stage(stage: StageContext) -> dict[str, Report]:
+    """Verify what was published against tokens, provenance and, where asked, the target itself.
 
-def verify_stage(stage: StageContext) -> Report:
-    """Verify the published cache against tokens, provenance and, where asked, the target itself.
+    Returns:
+        The report of each part: "train", and "eval" where `data.eval_samples` holds samples out.
 
     Raises:
         CacheNotFoundError: There is no cache, ledger or tokens.
@@ -54,38 +55,68 @@ def verify_stage(stage: StageContext) -> Report:
         InputError: The target is no longer the one that was captured.
         LockedError: Samples are to be recomputed, and another process writes the same capture's scratch.
     """
-    settings = stage.settings.verify
     tokens, ledger = Tokens(stage.root / TOKENS_PATH), read_ledger(stage.root / LEDGER_PATH)
-    cache = CacheFolder(stage.root / CACHE_PATH)
+    path = stage.root / CACHE_PATH
     samples = placed_samples(tokens, ledger)
-    kept = [sample.index for sample in samples]
-    shards = cut_shards(samples, ledger, stage.settings.cache)
-    expected = build_manifest(tokens, ledger, stage.settings.cache, [len(shard) for shard in shards])
-    with Progress("verify", len(shards), "shards") as progress:
+    plans = plan_caches(tokens, ledger, samples, stage.settings)
+    run = _Run(stage=stage, tokens=tokens, ledger=ledger, samples={sample.index: sample for sample in samples})
+    folders = {TRAIN: path, EVAL: eval_folder(path)}
+    return {part: _verify_part(run, CacheFolder(folders[part]), plan) for part, plan in plans.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What the caches of one capture are verified against; `samples` are by their index in `tokens`."""
+
+    stage: StageContext
+    tokens: Tokens
+    ledger: Ledger
+    samples: dict[int, PlacedSample]
+
+
+def _verify_part(run: _Run, cache: CacheFolder, plan: CachePlan) -> Report:
+    settings, kept = run.stage.settings.verify, [index for shard in plan.shards for index in shard]
+    with Progress(f"verify {cache.path.name}", len(plan.shards), "shards") as progress:
         report = verify_cache(
             cache,
             settings.level,
-            tokens=tokens,
+            tokens=run.tokens,
             kept=kept,
-            num_threads=max(1, stage.settings.runtime.num_workers),
+            num_threads=max(1, run.stage.settings.runtime.num_workers),
             advance=progress.advance,
         )
     report.findings += [
         Finding(level="files", file=MANIFEST_NAME, message=f"{line} in tokens/, features.json and params.yaml")
-        for line in manifest_differences(cache.manifest, expected)
+        for line in manifest_differences(cache.manifest, plan.manifest)
     ]
-    report.findings += _origin_findings(cache, build_provenance(tokens, ledger, stage.settings.cache, files={}))
+    report.findings += _origin_findings(cache, plan.provenance)
     if settings.recompute_samples and not report.findings:
-        keys, lengths = [sample.key for sample in samples], [sample.num_tokens for sample in samples]
-        chosen = choose_samples(keys, lengths, settings.recompute_samples)
-        recomputed = _recomputed(stage, ledger, {position: tokens.input_ids(kept[position]) for position in chosen})
-        _, head = read_target_weight_modules(cache.path)
-        comparison = compare_recomputed(
-            CachedDSparkDataset(cache.path), recomputed, head.weight, ledger.layer_ids, ledger.compute_dtype
-        )
-        report.findings += comparison.findings
-        report.recompute = {"num_samples": len(chosen), "worst_relative_l2": comparison.worst}
+        _recompute_part(run, cache, kept, report)
     return report
+
+
+def _recompute_part(run: _Run, cache: CacheFolder, kept: list[int], report: Report) -> None:
+    """Compare a few samples of a cache, whose indices in `tokens` are `kept`, with the target's states."""
+    ledger, samples = run.ledger, [run.samples[index] for index in kept]
+    keys, lengths = [sample.key for sample in samples], [sample.num_tokens for sample in samples]
+    chosen = choose_samples(keys, lengths, run.stage.settings.verify.recompute_samples)
+    recomputed = _recomputed(run.stage, ledger, {place: run.tokens.input_ids(kept[place]) for place in chosen})
+    _, head = read_target_weight_modules(cache.path)
+    comparison = compare_recomputed(
+        CachedDSparkDataset(cache.path), recomputed, head.weight, ledger.layer_ids, ledger.compute_dtype
+    )
+    report.findings += comparison.findings
+    report.recompute = {
+        "num_samples": len(chosen),
+        "worst_relative_l2": comparison.worst,
+        "mean_relative_l2": comparison.mean,
+    }
+
+
+def reports_json(reports: dict[str, Report]) -> dict[str, Any]:
+    """Return reports of parts as DVC metrics: that of "train" at the top, the others under their names."""
+    others = {part: report.as_json() for part, report in reports.items() if part != TRAIN}
+    return {**reports[TRAIN].as_json(), **others}
 
 
 def release_blocks(stage: StageContext) -> None:
@@ -112,21 +143,10 @@ def _origin_findings(cache: CacheFolder, now: Provenance) -> list[Finding]:
         Finding(
             level="files",
             file=PROVENANCE_NAME,
-            message=f"{key}: found {found:.200}; tokens/, features.json and params.yaml give {expected:.200}",
+            message=f"{key}: found {found!r:.200}; tokens/, features.json and params.yaml give {expected!r:.200}",
         )
-        for key, found, expected in _differences(cache.provenance.origin(), now.origin())
+        for key, found, expected in differences(cache.provenance.origin(), now.origin())
     ]
-
-
-def _differences(found: dict[str, Any], expected: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield full key and both values, as they are shown, of everything that differs inside objects."""
-    for key in sorted({*found, *expected}):
-        pair = [values.get(key, _ABSENT) for values in (found, expected)]
-        if all(isinstance(value, dict) for value in pair):
-            yield from _differences(pair[0], pair[1], f"{prefix}{key}.")
-        elif _ABSENT in pair or not is_same_json(*pair):
-            shown = ["nothing" if value is _ABSENT else repr(value) for value in pair]
-            yield f"{prefix}{key}", shown[0], shown[1]
 
 
 def _recomputed(stage: StageContext, ledger: Ledger, samples: dict[int, torch.Tensor]) -> dict[int, Recomputed]:

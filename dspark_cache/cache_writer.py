@@ -1,0 +1,381 @@
+"""Writing the files of a cache, in either layout, from rows of any source: captured blocks, or another cache.
+
+Rows are streamed, at most `CHUNK_BYTES` of them in memory, each byte hashed once as it is written; the zeros after a
+sample's end are holes. The manifest goes down first as incomplete and is completed last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from dspark_cache.errors import CaptureError, SettingsError
+from dspark_cache.files import dump_json, keeps_holes, link_file, put_file
+from dspark_cache.fp8 import dequantise, quantise
+from dspark_cache.manifest import MAX_SHARDS, version_of, write_manifest
+from dspark_cache.provenance import FileRecord, Provenance
+from dspark_cache.ragged import StatesForm, feature_specs, samples_name, samples_specs
+from dspark_cache.reader import sample_specs
+from dspark_cache.schema import (
+    FP8,
+    HIDDEN,
+    INPUT_IDS,
+    LAST_HIDDEN,
+    LOSS_MASK,
+    MANIFEST_NAME,
+    SAMPLE_OFFSETS,
+    SCALES_OF,
+    STORED_DTYPES,
+    TARGET_WEIGHTS_NAME,
+    TensorSpec,
+)
+from dspark_cache.shard_file import ShardWriter, file_bytes
+from dspark_cache.shards import cut_by_bytes, num_shards, shard_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from dspark_cache.files import FinishedParts
+
+CHUNK_BYTES = 1 << 26
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFile:
+    """A file elsewhere that holds what a file of the cache must hold.
+
+    Attributes:
+        path: Where it is.
+        num_bytes: Its size.
+        sha256: Its digest.
+    """
+
+    path: Path
+    num_bytes: int
+    sha256: str
+
+
+class RowSource(Protocol):
+    """Where the rows of samples come from; a sample is named by a number of the source's own."""
+
+    @property
+    def dtype(self) -> str:
+        """Key of `STORED_DTYPES` in which states lie here."""
+
+    def num_tokens(self, sample: int) -> int:
+        """Return T of a sample."""
+
+    def rows(self, key: str, sample: int, start: int, stop: int) -> torch.Tensor:
+        """Return tokens start (included) to stop (excluded): ids, masks, states as they lie here, scales of fp8."""
+
+    def features_of(self, samples: Sequence[int]) -> SharedFile | None:
+        """Return a file of exactly the states of these samples, in the ragged layout and the source's dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """A cache to be written.
+
+    Attributes:
+        manifest: Its manifest, without `complete` and `format_version`.
+        shards: Samples of each shard, by their numbers in the source.
+        provenance: What it is made from, without files.
+    """
+
+    manifest: dict[str, Any]
+    shards: Sequence[Sequence[int]]
+    provenance: Provenance
+
+    @property
+    def layout(self) -> str:
+        """ "padded" or "ragged"."""
+        return self.provenance.layout
+
+    @property
+    def form(self) -> StatesForm:
+        """How states are stored."""
+        return StatesForm.of(self.manifest)
+
+
+def cut_shards(
+    lengths: Sequence[int], form: StatesForm, seq_length: int, *, shard_size: int | str | None, shard_bytes: int
+) -> list[range]:
+    """Cut samples into shards, in their order.
+
+    Args:
+        lengths: Tokens of each sample.
+        form: How states are stored.
+        seq_length: S.
+        shard_size: Samples of a padded shard, or "auto"; None: the layout is ragged.
+        shard_bytes: Bytes of states at which a ragged shard is full.
+
+    Returns:
+        Indices into `lengths` for each shard.
+
+    Raises:
+        SettingsError: More shards than names of six digits.
+    """
+    if shard_size is None:
+        runs = cut_by_bytes((length * form.token_bytes for length in lengths), shard_bytes)
+        if len(runs) > MAX_SHARDS:
+            raise SettingsError(f"cache.shard_bytes: {len(runs)} shards, more than the {MAX_SHARDS} names: raise it")
+        return runs
+    step = resolve_shard_size(shard_size, form, seq_length, shard_bytes)
+    if num_shards(len(lengths), step) > MAX_SHARDS:
+        raise SettingsError(
+            f"cache.shard_size: {len(lengths)} samples in shards of {step} need more than the {MAX_SHARDS} "
+            "shards that names of six digits allow: raise it"
+        )
+    return [range(start, min(start + step, len(lengths))) for start in range(0, len(lengths), step)]
+
+
+def resolve_shard_size(shard_size: int | str, form: StatesForm, seq_length: int, shard_bytes: int) -> int:
+    """Return the samples of a padded shard; "auto" are as many as `shard_bytes` of states hold, but at least one."""
+    if isinstance(shard_size, int):
+        return shard_size
+    return max(1, shard_bytes // (seq_length * form.token_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardBytes:
+    """Bytes of the files of one shard.
+
+    Attributes:
+        total: Of all of them, as they are read and copied.
+        samples: Of the file with ids and masks alone; 0 in the padded layout.
+        holes: Of padding, which the disk that wrote them need not hold.
+    """
+
+    total: int
+    samples: int
+    holes: int
+
+
+def shard_bytes(lengths: Sequence[int], form: StatesForm, seq_length: int, layout: str) -> ShardBytes:
+    """Work out the bytes of a shard from the tokens of its samples."""
+    tokens, count = sum(lengths), len(lengths)
+    if layout == "ragged":
+        samples = file_bytes(samples_specs(tokens, count))
+        return ShardBytes(total=file_bytes(feature_specs(tokens, count, form)) + samples, samples=samples, holes=0)
+    shape = {"seq_length": seq_length, "target_hidden_dim": form.hidden_dim, "target_last_hidden_dim": form.last_dim}
+    sample = sample_specs({"dtype": form.dtype, **shape})
+    hole = sum(spec.row_bytes for key, spec in sample.items() if key != INPUT_IDS)
+    total = file_bytes({key: spec.stacked(count) for key, spec in sample.items()})
+    return ShardBytes(total=total, samples=0, holes=(count * seq_length - tokens) * hole)
+
+
+def bytes_to_write(plan: CachePlan, source: RowSource, folder: Path) -> int:
+    """Return the bytes that a cache's shards will take from the disk: no holes, if it keeps them, and no links."""
+    keeps, total = keeps_holes(folder), 0
+    for shard in plan.shards:
+        lengths = [source.num_tokens(sample) for sample in shard]
+        size = shard_bytes(lengths, plan.form, plan.manifest["seq_length"], plan.layout)
+        total += size.samples if _shared(plan, source, shard) else size.total - (size.holes if keeps else 0)
+    return total
+
+
+def _shared(plan: CachePlan, source: RowSource, samples: Sequence[int]) -> SharedFile | None:
+    """Return the file of the source that is the ragged shard of these samples, if there is one."""
+    is_same_form = plan.layout == "ragged" and plan.form.dtype == source.dtype
+    return source.features_of(samples) if is_same_form else None
+
+
+def write_cache(
+    folder: Path,
+    plan: CachePlan,
+    source: RowSource,
+    put_weights: Callable[[Path], str],
+    advance: Callable[[int], None],
+    finished: FinishedParts | None = None,
+) -> Provenance:
+    """Write all files of a cache into an empty folder, or one that holds those of `finished`; return its provenance.
+
+    Args:
+        folder: Where.
+        plan: What.
+        source: Gives the rows.
+        put_weights: Puts the target weights at a path and returns their sha256.
+        advance: Told of tokens that were written.
+        finished: What an earlier run has finished; told of each shard.
+
+    Raises:
+        CaptureError: A state that does not fit into the cache's dtype.
+    """
+    write_manifest(folder, {**plan.manifest, "complete": False})
+    files: dict[str, FileRecord] = {}
+    writer = _Writer(folder, plan, source)
+    for number, samples in enumerate(plan.shards):
+        for name in writer.names(number):
+            record = _kept(folder / name, finished)
+            if record is None:
+                record = writer.write(name, samples)
+                if finished is not None:
+                    finished.add(name, record.as_json())
+            files[name] = record
+        advance(sum(source.num_tokens(sample) for sample in samples))
+    weights = folder / TARGET_WEIGHTS_NAME
+    digest = put_weights(weights)
+    files[TARGET_WEIGHTS_NAME] = FileRecord(num_bytes=weights.stat().st_size, sha256=digest, counts={})
+    final = dump_json({**plan.manifest, "complete": True, "format_version": version_of(plan.manifest)}).encode()
+    files[MANIFEST_NAME] = FileRecord(num_bytes=len(final), sha256=hashlib.sha256(final).hexdigest(), counts={})
+    provenance = replace(plan.provenance, files=files)
+    provenance.put(folder)
+    write_manifest(folder, {**plan.manifest, "complete": True})
+    return provenance
+
+
+def _kept(path: Path, finished: FinishedParts | None) -> FileRecord | None:
+    """Return the record of a file that an earlier run has finished and that is still there."""
+    if finished is None or path.name not in finished.records:
+        return None
+    record = FileRecord.of_json(finished.records[path.name])
+    is_there = path.is_file() and path.stat().st_size == record.num_bytes
+    return record if is_there else None
+
+
+class _Writer:
+    """Writes the files of shards one by one."""
+
+    def __init__(self, folder: Path, plan: CachePlan, source: RowSource) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._source = source
+        self._form = plan.form
+        self._layer_ids: list[int] = plan.manifest["target_layer_ids"]
+        self._pad_token_id = plan.provenance.pad_token_id
+        self._padded = None if plan.layout == "ragged" else sample_specs(plan.manifest)
+        self._links = True
+
+    def names(self, number: int) -> tuple[str, ...]:
+        """Return the names of the files of a shard."""
+        return (shard_name(number),) if self._padded else (shard_name(number), samples_name(number))
+
+    def write(self, name: str, samples: Sequence[int]) -> FileRecord:
+        """Write one file of a shard."""
+        path, counts = self._folder / name, {}
+        is_states = name.startswith("shard-")
+        if is_states:
+            counts = self._counts(samples)
+            if shared := self._link(path, samples):
+                return FileRecord(num_bytes=shared.num_bytes, sha256=shared.sha256, counts=counts)
+        tokens = sum(self._source.num_tokens(sample) for sample in samples)
+        if self._padded:
+            specs = {key: spec.stacked(len(samples)) for key, spec in self._padded.items()}
+            fill = self._fill_padded
+        elif is_states:
+            specs, fill = feature_specs(tokens, len(samples), self._form), self._fill_features
+        else:
+            specs, fill = samples_specs(tokens, len(samples)), self._fill_samples
+        with put_file(path) as temporary, ShardWriter(temporary, specs) as writer:
+            fill(writer, specs, samples)
+            digest = writer.finish()
+        return FileRecord(num_bytes=file_bytes(specs), sha256=digest, counts=counts)
+
+    def _link(self, path: Path, samples: Sequence[int]) -> SharedFile | None:
+        """Give a file of the source that is this one a second name, if there is one and that is allowed."""
+        shared = _shared(self._plan, self._source, samples) if self._links else None
+        if shared is None:
+            return None
+        path.unlink(missing_ok=True)
+        if link_file(shared.path, path):
+            return shared
+        self._links = False
+        logger.info("%s cannot be linked into %s: states are copied", shared.path, self._folder)
+        return None
+
+    def _counts(self, samples: Sequence[int]) -> dict[str, int]:
+        supervised = 0
+        for sample in samples:
+            supervised += sum(int(part.sum(dtype=torch.int64)) for part in self._parts(LOSS_MASK, sample, 1))
+        tokens = sum(self._source.num_tokens(sample) for sample in samples)
+        return {"samples": len(samples), "tokens": tokens, "supervised_tokens": supervised}
+
+    def _parts(self, key: str, sample: int, token_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield the rows of a sample, at most `CHUNK_BYTES` at a time."""
+        length, step = self._source.num_tokens(sample), max(1, CHUNK_BYTES // token_bytes)
+        for start in range(0, length, step):
+            yield self._source.rows(key, sample, start, min(start + step, length))
+
+    def _fill_padded(self, writer: ShardWriter, specs: dict[str, TensorSpec], samples: Sequence[int]) -> None:
+        for key in specs:
+            spec = self._sample_spec(key)
+            for sample in samples:
+                for rows in self._parts(key, sample, spec.row_bytes):
+                    cast = self._cast(key, rows, sample) if key in SCALES_OF else rows.to(spec.dtype)
+                    writer.append_bytes(key, cast)
+                self._pad(writer, key, spec, self._source.num_tokens(sample))
+
+    def _sample_spec(self, key: str) -> TensorSpec:
+        return (self._padded or {})[key]
+
+    def _pad(self, writer: ShardWriter, key: str, spec: TensorSpec, length: int) -> None:
+        """Fill a sample's positions after its `length` tokens: ids with the pad token, all else with zeros."""
+        missing = spec.shape[0] - length
+        if key == INPUT_IDS and self._pad_token_id:
+            writer.append_bytes(key, torch.full((missing,), self._pad_token_id, dtype=spec.dtype))
+        else:
+            writer.append_zeros(key, missing * spec.row_bytes)
+
+    def _fill_samples(self, writer: ShardWriter, specs: dict[str, TensorSpec], samples: Sequence[int]) -> None:
+        for key in (INPUT_IDS, LOSS_MASK):
+            for sample in samples:
+                for rows in self._parts(key, sample, specs[key].row_bytes):
+                    writer.append(key, rows.to(specs[key].dtype))
+        self._append_offsets(writer, samples)
+
+    def _fill_features(self, writer: ShardWriter, specs: dict[str, TensorSpec], samples: Sequence[int]) -> None:
+        scales: dict[str, list[torch.Tensor]] = {HIDDEN: [], LAST_HIDDEN: []}
+        quantises = self._form.dtype == FP8 != self._source.dtype
+        for key, kept in scales.items():
+            for sample in samples:
+                for rows in self._parts(key, sample, specs[key].row_bytes):
+                    if quantises:
+                        numbers, part = self._quantise(key, rows, sample)
+                        kept.append(part)
+                    else:
+                        numbers = self._cast(key, rows, sample)
+                    writer.append(key, numbers)
+        for key, kept in scales.items() if self._form.dtype == FP8 else ():
+            name = SCALES_OF[key]
+            for part in kept if quantises else self._stored(name, samples, specs[name].row_bytes):
+                writer.append(name, part)
+        self._append_offsets(writer, samples)
+
+    def _stored(self, key: str, samples: Iterable[int], row_bytes: int) -> Iterator[torch.Tensor]:
+        for sample in samples:
+            yield from self._parts(key, sample, row_bytes)
+
+    def _append_offsets(self, writer: ShardWriter, samples: Sequence[int]) -> None:
+        lengths = [self._source.num_tokens(sample) for sample in samples]
+        writer.append(SAMPLE_OFFSETS, torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0))
+
+    def _cast(self, key: str, rows: torch.Tensor, sample: int) -> torch.Tensor:
+        cast = rows.to(STORED_DTYPES[self._form.dtype])
+        if cast is not rows:
+            self._ensure_fits(key, rows, cast, sample)
+        return cast
+
+    def _quantise(self, key: str, rows: torch.Tensor, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = quantise(rows, rows.shape[1] // self._form.last_dim)
+        self._ensure_fits(key, rows, dequantise(numbers, scales) if torch.isfinite(rows).all() else rows, sample)
+        return numbers, scales
+
+    def _ensure_fits(self, key: str, rows: torch.Tensor, cast: torch.Tensor, sample: int) -> None:
+        """Refuse states that are not finite once they are stored, naming the first layer that has any."""
+        bad = torch.isfinite(cast).all(dim=0).logical_not().nonzero()
+        if not len(bad):
+            return
+        layer = int(bad[0]) // self._form.last_dim
+        name = f"layer {self._layer_ids[layer]}" if key == HIDDEN else "the last hidden state"
+        largest = float(rows[:, layer * self._form.last_dim : (layer + 1) * self._form.last_dim].abs().max())
+        raise CaptureError(
+            f"sample {sample}: {name}, with values up to {largest:.6g}, does not fit into cache.dtype "
+            f"{self._form.dtype}: use cache.dtype: bf16 or fp32"
+        )

@@ -1,0 +1,159 @@
+"""Comparing two caches: what they were made from, which samples they hold, and how far their states are apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark_cache.convert import CacheRows, Conversion
+from dspark_cache.recompute import relative_l2
+from dspark_cache.schema import HIDDEN, LAST_HIDDEN, LOSS_MASK
+from dspark_cache.strict_json import is_same_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from dspark_cache.manifest import PathLike
+
+MAX_NAMED = 10
+"""Samples that are named by their indices."""
+_ABSENT: Any = object()
+
+
+def differences(
+    found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield full key and both values of everything that differs inside objects; "nothing" stands for an absent one."""
+    for key in sorted({*found, *expected}):
+        pair = [values.get(key, _ABSENT) for values in (found, expected)]
+        if all(isinstance(value, dict) for value in pair):
+            yield from differences(pair[0], pair[1], f"{prefix}{key}.")
+        elif _ABSENT in pair or not is_same_json(*pair):
+            shown = ["nothing" if value is _ABSENT else value for value in pair]
+            yield f"{prefix}{key}", shown[0], shown[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One of the two caches: its rows, and the key of each sample in order."""
+
+    rows: CacheRows
+    keys: list[str]
+
+    @classmethod
+    def read(cls, cache: Path, pad_token_id: int | None) -> _Side:
+        rows = CacheRows(cache, Conversion(pad_token_id=pad_token_id))
+        indices = range(len(rows.dataset))
+        return cls(rows=rows, keys=[rows.key(index) for index in indices if rows.measure(index)])
+
+    def origin(self) -> dict[str, Any]:
+        """Return manifest and provenance, without what follows from the files."""
+        provenance = self.rows.folder.provenance
+        manifest = {key: value for key, value in self.rows.manifest.items() if key != "shard_samples"}
+        return {"manifest": {"layout": "padded", **manifest}, "provenance": provenance.origin() if provenance else {}}
+
+    def first_index(self) -> dict[str, int]:
+        """Return the first sample of each key."""
+        found: dict[str, int] = {}
+        for index, key in enumerate(self.keys):
+            found.setdefault(key, index)
+        return found
+
+    def states(self, index: int) -> dict[str, torch.Tensor]:
+        """Return the states of a sample's real tokens by name, and its mask."""
+        sample, length = self.rows.dataset[index], self.rows.num_tokens(index)
+        width, layers = self.rows.manifest["hidden_size"], self.rows.manifest["target_layer_ids"]
+        by_layer = torch.split(sample[HIDDEN][:length], width, dim=-1)
+        named = {f"layer {layer}": part for layer, part in zip(layers, by_layer, strict=True)}
+        return {**named, "last hidden": sample[LAST_HIDDEN][:length], LOSS_MASK: sample[LOSS_MASK][:length]}
+
+
+def diff_caches(
+    first: PathLike, second: PathLike, *, max_samples: int | None = None, pad_token_id: int | None = None
+) -> dict[str, Any]:
+    """Compare two caches; samples are the same if their token ids are.
+
+    Args:
+        first: Folder of a cache.
+        second: Folder of another.
+        max_samples: Common samples whose states and masks are compared, spread evenly; None: all.
+        pad_token_id: Id at padding, of caches that do not say.
+
+    Returns:
+        `identity`: full key to both values, of what differs in manifest and provenance; `samples`: counts of `added`,
+        `removed` and `common` ones, indices of the first few, and whether common ones are in the same order; `masks`:
+        how many of the compared samples have another mask; `drift`: state to mean and largest relative L2 of a token.
+
+    Raises:
+        CacheNotFoundError, CacheFormatError: A cache is not whole.
+        SettingsError: A cache does not say how it is padded.
+    """
+    old, new = _Side.read(Path(first), pad_token_id), _Side.read(Path(second), pad_token_id)
+    places, new_places = old.first_index(), new.first_index()
+    common = [key for key in places if key in new_places]
+    step = 1 if max_samples is None else max(1, -(-len(common) // max(1, max_samples)))
+    masks, drift = _compare(old, new, [(places[key], new_places[key]) for key in common[::step]])
+    return {
+        "identity": {key: [left, right] for key, left, right in differences(old.origin(), new.origin())},
+        "samples": {
+            **_changed("removed", old, new),
+            **_changed("added", new, old),
+            "common": (Counter(old.keys) & Counter(new.keys)).total(),
+            "same_order": common == [key for key in new_places if key in places],
+        },
+        "masks": {"compared": len(common[::step]), "different": masks},
+        "drift": drift,
+    }
+
+
+def _changed(name: str, side: _Side, other: _Side) -> dict[str, Any]:
+    """Count the samples of one side that the other has not, or has less often, and name the first few."""
+    left = Counter(other.keys)
+    indices = []
+    for index, key in enumerate(side.keys):
+        if left[key] > 0:
+            left[key] -= 1
+        else:
+            indices.append(index)
+    return {name: len(indices), f"{name}_first": indices[:MAX_NAMED]}
+
+
+def _compare(old: _Side, new: _Side, pairs: list[tuple[int, int]]) -> tuple[int, dict[str, dict[str, float]]]:
+    """Return how many pairs have different masks, and mean and largest relative L2 of each state that both have."""
+    masks = tokens = 0
+    sums: dict[str, float] = {}
+    largest: dict[str, float] = {}
+    for left, right in pairs:
+        before, after = old.states(left), new.states(right)
+        masks += not torch.equal(before.pop(LOSS_MASK), after.pop(LOSS_MASK))
+        tokens += old.rows.num_tokens(left)
+        for name in before.keys() & after.keys():
+            distances = relative_l2(after[name], before[name])
+            sums[name] = sums.get(name, 0.0) + float(distances.sum())
+            largest[name] = max(largest.get(name, 0.0), float(distances.max()))
+    drift = {name: (sums[name] / tokens, largest[name]) for name in sorted(largest)}
+    return masks, {
+        name: {"mean_relative_l2": float(f"{mean:.3g}"), "worst_relative_l2": float(f"{worst:.3g}")}
+        for name, (mean, worst) in drift.items()
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Return what `diff_caches` gave as text for people."""
+    lines = [f"{key}: {left!r:.100} -> {right!r:.100}" for key, (left, right) in found["identity"].items()]
+    samples, masks = found["samples"], found["masks"]
+    for name in ("removed", "added"):
+        first = samples[f"{name}_first"]
+        more = ", the first: " + ", ".join(map(str, first)) if first else ""
+        lines.append(f"samples {name}: {samples[name]}{more}")
+    order = "in the same order" if samples["same_order"] else "in another order"
+    lines.append(f"samples in both: {samples['common']}, {order}")
+    lines.append(f"masks of common samples: {masks['different']} of {masks['compared']} differ")
+    for name, distance in found["drift"].items():
+        mean, worst = distance["mean_relative_l2"], distance["worst_relative_l2"]
+        lines.append(f"{name}: relative L2 of a token {mean:g} in the mean, {worst:g} at most")
+    return "\n".join(lines)

@@ -1,0 +1,38 @@
+"""States in 8 bits: float8_e4m3 numbers with one scale for each token and layer, a power of two.
+
+A scale is the smallest power of two with which the largest number of its token and layer fits. Being a power of two it
+costs no precision: what is read back in bf16 is exactly the stored number times its scale.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dspark_cache.schema import FP8, STORED_DTYPES
+
+_LARGEST = torch.finfo(STORED_DTYPES[FP8]).max
+_MIN_EXPONENT = -100
+"""Smaller scales would lead to numbers that bf16 has no bits for."""
+
+
+def quantise(rows: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round states [T, k * H] of k = `num_layers` layers to 8 bits.
+
+    All numbers must be finite: torch would round an infinity to the largest number there is.
+
+    Returns:
+        The numbers, float8_e4m3fn [T, k * H], and the scales, float32 [T, k].
+    """
+    layers = rows.float().view(len(rows), num_layers, -1)
+    largest = layers.abs().amax(dim=-1)
+    fraction, exponent = torch.frexp(largest / _LARGEST)
+    exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp_min(_MIN_EXPONENT)
+    scales = torch.ldexp(torch.ones_like(largest), exponent)
+    numbers = (layers / scales[..., None]).to(STORED_DTYPES[FP8])
+    return numbers.flatten(-2), scales
+
+
+def dequantise(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return states [T, k * H] in bf16 from what `quantise` gave."""
+    layers = numbers.float().view(*scales.shape, -1)
+    return (layers * scales[..., None]).flatten(-2).to(torch.bfloat16)
