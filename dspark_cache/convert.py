@@ -231,7 +231,8 @@ def convert_cache(
         raise SettingsError(f"{target} is the source itself: write to another folder")
     _check_conversion(CacheFolder(source).manifest, conversion)
     rows = CacheRows(source, conversion)
-    with progress("lengths", len(rows.dataset), "samples") as advance:
+    start, stop = conversion.samples or (0, len(rows.dataset))
+    with progress("lengths", stop - start, "samples") as advance:
         samples, dropped = _choose_samples(rows, conversion, advance)
     plan = _plan(rows, conversion, samples, dropped)
     parent = target.absolute().parent

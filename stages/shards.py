@@ -21,7 +21,7 @@ def main() -> None:
         ledger=ledger,
         store=BlockStore(stage.scratch, ledger.identity),
     )
-    publish_cache(captured, stage.settings, stage.root / CACHE_PATH, lambda size: Progress("shards", size, "B"))
+    publish_cache(captured, stage.settings, stage.root / CACHE_PATH, lambda tokens: Progress("shards", tokens, "tok"))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from dspark_cache.blocks import (
     Block,
     BlockStore,
     PlannedBlock,
-    block_specs,
     cut_batches,
     identity_hash,
     plan_blocks,
     scratch_folders,
 )
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, LockedError
+from dspark_cache.ragged import StatesForm, feature_specs
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.shard_file import file_bytes, write_tensors
 
@@ -290,7 +290,9 @@ def finish(store: BlockStore, name: str, samples: Sequence[int] = (1, 2)) -> Blo
     }
     store.path(name).touch()
     digest = write_tensors(store.path(name), tensors)
-    size = file_bytes(block_specs(record.num_tokens, len(samples), 8, 4, torch.float32))
+    size = file_bytes(
+        feature_specs(record.num_tokens, len(samples), StatesForm(dtype="fp32", hidden_dim=8, last_dim=4))
+    )
     record = dataclasses.replace(record, num_bytes=size, sha256=digest)
     store.record(record)
     return record

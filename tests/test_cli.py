@@ -372,7 +372,7 @@ def test_verify_refuses_no_jobs(
     make_cache: Callable[..., Path], arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(make_cache(5, 2)), *arguments]) == 1
-    assert capsys.readouterr().err == f"error: --jobs: expected at least 1, found {arguments[1]}\n"
+    assert capsys.readouterr().err == f"error: --jobs: expected more than 0, found {arguments[1]}\n"
 
 
 def test_verify_refuses_what_is_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,12 @@ pytestmark = pytest.mark.slow
 
 LINES = re.compile(
     r"^ +(_sync\(|os\.fsync\(|make_folder\(|fcntl\.flock\(|_lock\(|with FileLock\(|with store\.lock\(\)"
-    r"|\w+\.(rename|replace)\((path|aside)\)|_settle\(|remove_temporaries\()"
+    r"|\w+\.(rename|replace)\((path|_aside\(path\))\)|_settle\(|remove_temporaries\()"
 )
 MODULES = ("files", "capture_run", "publish")
 ELSEWHERE = {
+    "resume_folder": "tests/test_convert.py",  # conversions are no stage
+    "link_file": "tests/test_publish.py",
     "break_lock": "tests/test_files.py",  # `dspark-cache clean` alone breaks locks
     "temporary_folder": "tests/test_files.py",
 }

@@ -23,7 +23,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspark_cache import CachedDSparkDataset, write_manifest, write_shard
+from dspark_cache import CachedDSparkDataset, write_manifest, write_shard, write_target_weights
 from dspark_cache.blocks import Block, BlockStore, PlannedBlock
 from dspark_cache.errors import DsparkCacheError
 from dspark_cache.files import file_digest
@@ -33,7 +33,6 @@ from dspark_cache.provenance import FileRecord, Provenance, read_provenance
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS
 from dspark_cache.shard_file import ShardFile, write_tensors
 from dspark_cache.strict_json import read_json_object
-from dspark_cache.target_weights import put_target_weights
 from dspark_cache.tokens import Tokens
 from dspark_cache.verify import CacheFolder, verify_cache
 from tests import caches
@@ -446,8 +445,9 @@ def make_sound(folder: Path, layout: str) -> Path:
     write_manifest(folder, manifest)
     for index in range(2):
         put_shard(folder, layout, index, samples[2 * index : 2 * index + 2])
-    weight = torch.ones(VOCAB_SIZE, WIDTH)
-    put_target_weights(folder / "target_weights.safetensors", weight, weight, torch.bfloat16)
+    weights = torch.nn.Linear(WIDTH, VOCAB_SIZE, bias=False)
+    torch.nn.init.ones_(weights.weight)
+    write_target_weights(folder, weights, weights, torch.bfloat16)
     record_files(folder, layout, samples)
     return folder
 

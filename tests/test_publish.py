@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, read_manifest, write_shard
-from dspark_cache.blocks import Block, BlockStore, block_specs
+from dspark_cache.blocks import Block, BlockStore
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError, LockedError
 from dspark_cache.files import FileLock, file_digest, put_file
 from dspark_cache.ledger import place_samples, read_ledger
 from dspark_cache.progress import Progress
 from dspark_cache.provenance import read_provenance
-from dspark_cache.publish import Captured, build_provenance, publish_cache
+from dspark_cache.publish import Captured, placed_samples, plan_caches, publish_cache
+from dspark_cache.ragged import StatesForm, feature_specs
 from dspark_cache.schema import DTYPE_MAP, HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS
 from dspark_cache.settings import check_settings
 from dspark_cache.shard_file import file_bytes, write_tensors
@@ -253,8 +254,9 @@ def test_provenance_is_read_back_as_what_tokens_and_ledger_give(work: Publicatio
     work.publish(**cache)
     found = read_provenance(work.path)
     assert found is not None
-    settings = check_settings({"cache": cache}).cache
-    assert found == build_provenance(work.tokens, work.ledger, settings, found.files)
+    samples = placed_samples(work.tokens, work.ledger)
+    plan = plan_caches(work.tokens, work.ledger, samples, check_settings({"cache": cache}))["train"]
+    assert found == dataclasses.replace(plan.provenance, files=found.files)
     assert found.files.keys() == work.files().keys() - {"provenance.json"}
     names = sorted(name for name, record in found.files.items() if record.counts)
     assert names == sorted(path.name for path in work.path.glob("shard-*"))
@@ -289,16 +291,16 @@ def test_the_bytes_of_a_cache_are_golden(work: Publication) -> None:
     assert digest.hexdigest() == "0d753fd575a4fc8d5ff0a416aed7cab7a3fc2192f50459349fe4e507915bf2b2"
 
 
-def test_progress_counts_every_byte(work: Publication) -> None:
+def test_progress_counts_every_token(work: Publication) -> None:
     made: list[Counting] = []
 
-    def make(num_bytes: int) -> Progress:
-        made.append(Counting("shards", num_bytes, "B"))
+    def make(num_tokens: int) -> Progress:
+        made.append(Counting("shards", num_tokens, "tok"))
         return made[-1]
 
     work.publish(make_progress=make)
     (progress,) = made
-    assert progress.total == progress.counted == 6 * 64 * (192 * 2 + 16)
+    assert progress.total == progress.counted == work.tokens.num_tokens
 
 
 class Counting(Progress):
@@ -321,7 +323,7 @@ def drop_first_sample(work: Publication, block: Block) -> Block:
     offsets = torch.tensor([0, *block.lengths[1:]]).cumsum(0)
     hidden, last = content[HIDDEN][length:].clone(), content[LAST_HIDDEN][length:].clone()
     put_tensors(path, {HIDDEN: hidden, LAST_HIDDEN: last, SAMPLE_OFFSETS: offsets})
-    specs = block_specs(len(hidden), len(block.samples) - 1, 128, 64, torch.float32)
+    specs = feature_specs(len(hidden), len(block.samples) - 1, StatesForm(dtype="fp32", hidden_dim=128, last_dim=64))
     return dataclasses.replace(
         block,
         samples=block.samples[1:],
@@ -384,8 +386,8 @@ def test_blocks_that_are_gone_are_named_with_the_ways_out(work: Publication) -> 
         work.publish()
     assert str(error.value) == (
         f"3 files of captured states in {work.store.folder} are gone or changed, the first: no such file: {gone[0]}; "
-        "either revert the param (dvc repro restores the old cache), or capture again with dvc repro -f -s capture "
-        "&& dvc repro"
+        "either revert the param (dvc repro restores the old cache), capture again with dvc repro -f -s capture "
+        "&& dvc repro, or make what you need from a published cache with dspark-cache convert"
     )
     assert not work.path.exists()
 

@@ -62,7 +62,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("data.min_loss_tokens", 257, "data.min_loss_tokens: 257 is more than the 256 tokens of data.seq_length"),
     ("target.block_bytes", 0, "target.block_bytes: expected an integer of at least 1, found 0"),
     ("target.draft_num_hidden_layers", 0, "expected an integer of at least 1, found 0"),
-    ("cache.shard_size", 0, "cache.shard_size: expected an integer of at least 1, found 0"),
+    ("cache.shard_size", 0, "cache.shard_size: expected an integer or auto of at least 1, found 0"),
     ("cache.shard_bytes", 0, "cache.shard_bytes: expected an integer of at least 1, found 0"),
     ("verify.recompute_samples", -1, "verify.recompute_samples: expected an integer of at least 0, found -1"),
     ("runtime.max_tokens_per_batch", 0, "expected an integer of at least 1, found 0"),
@@ -81,7 +81,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("data.split", "", "data.split: expected a text or null, found ''"),
     ("target.chat_template", "???", "target.chat_template: expected a text or null, found '???'"),
     # choices
-    ("cache.dtype", "fp8", "cache.dtype: expected one of bf16, fp16, fp32, found 'fp8'"),
+    ("cache.dtype", "fp8", "cache.dtype: expected one of bf16, fp16, fp32, fp8_e4m3, found 'fp8'"),
     ("target.compute_dtype", "f32", "target.compute_dtype: expected one of auto, bf16, fp16, fp32, found 'f32'"),
     ("target.nonfinite", "warn", "target.nonfinite: expected one of error, drop, found 'warn'"),
     ("verify.level", "all", "verify.level: expected one of files, headers, bytes, values, supervision, found 'all'"),
@@ -258,7 +258,7 @@ def test_all_faults_of_file_and_environment_come_together(tmp_path: Path) -> Non
         f"{path} has 5 fault(s):",
         "  DSPARK_DATA__PATH in the environment: only runtime keys may be set there, set data.path instead",
         "  DSPARK_RUNTIME__DEVICE in the environment is not valid YAML: '['",
-        "  cache.shard_size: expected an integer of at least 1, found 0",
+        "  cache.shard_size: expected an integer or auto of at least 1, found 0",
         "  unknown key runtime.devic, did you mean 'device'?",
         "  runtime.num_workers: expected an integer of at least 0, found 'two'",
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dspark_cache import (
     CacheFormatError,
@@ -18,7 +18,8 @@ from dspark_cache import (
     read_target_weight_modules,
     write_target_weights,
 )
-from dspark_cache.target_weights import put_target_weights
+from dspark_cache.shard_file import ShardFile, write_tensors
+from dspark_cache.target_weights import copy_target_weights
 
 GOLDEN = Path(__file__).parent / "data" / "golden" / "cases" / "q3-one-sample" / "cache"
 
@@ -59,16 +60,49 @@ def test_tied_weights_are_there_twice(tmp_path: Path) -> None:
 
 def test_weights_that_share_memory_without_being_tied_are_kept_apart(tmp_path: Path) -> None:
     weight = torch.randn(4, 4)
-    put_target_weights(tmp_path / "target_weights.safetensors", weight, weight.T, torch.float32)
+    embed, head = modules()
+    embed.weight, head.weight = torch.nn.Parameter(weight), torch.nn.Parameter(weight.T)
+    write_target_weights(tmp_path, embed, head, torch.float32)
     embed, head = read_target_weight_modules(tmp_path)
     assert torch.equal(embed.weight, weight)
     assert torch.equal(head.weight, weight.T)
 
 
-def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    digest = put_target_weights(path, torch.randn(5, 3), torch.randn(5, 3), torch.bfloat16)
+EMBED, HEAD = torch.randn(5, 3), torch.randn(5, 3)
+COPIES = [
+    ({"embed_tokens.weight": EMBED}, True, {"embed_tokens.weight": EMBED}),
+    ({"embed_tokens.weight": EMBED}, False, {"embed_tokens.weight": EMBED, "lm_head.weight": EMBED}),
+    ({"embed_tokens.weight": EMBED, "lm_head.weight": EMBED}, True, {"embed_tokens.weight": EMBED}),
+    *[
+        (
+            {"embed_tokens.weight": EMBED, "lm_head.weight": HEAD},
+            once,
+            {"embed_tokens.weight": EMBED, "lm_head.weight": HEAD},
+        )
+        for once in (True, False)
+    ],
+]
+
+
+@pytest.mark.parametrize(("tensors", "tied_once", "expected"), COPIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_has_tied_weights_once_or_twice_as_asked(
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    tied_once: bool,
+    expected: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dspark_cache.target_weights._CHUNK_BYTES", 30)  # two rows and a half
+    source, path = tmp_path / "source", tmp_path / "weights"
+    source.touch()
+    write_tensors(source, tensors)
+    digest = copy_target_weights(ShardFile(source), path, dtype, tied_once=tied_once)
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value.to(dtype)) for key, value in expected.items())
 
 
 def test_a_bias_has_no_place(tmp_path: Path) -> None:

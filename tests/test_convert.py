@@ -1,0 +1,220 @@
+"""Conversions against direct production: the same bytes; and what is refused or resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from dspark_cache import CACHE_KEYS, CachedDSparkDataset
+from dspark_cache.cli import main
+from dspark_cache.convert import Conversion, convert_cache
+from dspark_cache.diff import diff_caches
+from dspark_cache.errors import CacheFormatError, SettingsError
+from dspark_cache.provenance import read_provenance
+from dspark_cache.schema import HIDDEN, LAST_HIDDEN
+from dspark_cache.verify import CacheFolder, verify_cache
+from tests.repository import Repository, make_repository
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SHARD_BYTES = 200_000
+FORMS: dict[str, dict[str, Any]] = {
+    "padded": {"layout": "padded", "dtype": "bf16", "shard_size": 3, "shard_bytes": SHARD_BYTES},
+    "ragged": {"layout": "ragged", "dtype": "bf16", "shard_bytes": SHARD_BYTES},
+    "fp8": {"layout": "ragged", "dtype": "fp8_e4m3", "shard_bytes": SHARD_BYTES},
+}
+
+
+@contextmanager
+def silent(_name: str, _total: int, _unit: str) -> Iterator[Callable[[int], None]]:
+    yield lambda _: None
+
+
+def convert(source: Path, target: Path, **changes: Any) -> Path:
+    convert_cache(source, target, Conversion(**changes), progress=silent)
+    return target
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The caches that the pipeline makes of the same twelve conversations, by form."""
+    root = tmp_path_factory.mktemp("convert")
+    target = {"layer_ids": [1, 3], "compute_dtype": "bf16", "block_bytes": SHARD_BYTES}
+    repository: Repository = make_repository(root / "repository", num_rows=12, target=target)
+    repository.run("tokenize", "capture")
+    caches = {}
+    for name, form in FORMS.items():
+        repository.set_params(cache=form)
+        repository.run("shards")
+        caches[name] = root / name
+        shutil.copytree(repository.root / "cache", caches[name])
+    return caches
+
+
+def files(cache: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in cache.iterdir() if path.name != "provenance.json"}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "changes"),
+    [
+        ("padded", "ragged", {"layout": "ragged", "shard_bytes": SHARD_BYTES}),
+        ("ragged", "padded", {"layout": "padded", "shard_size": 3}),
+        ("ragged", "fp8", {"dtype": "fp8_e4m3", "shard_bytes": SHARD_BYTES}),
+        ("padded", "fp8", {"layout": "ragged", "dtype": "fp8_e4m3", "shard_bytes": SHARD_BYTES}),
+        ("fp8", "fp8", {"shard_bytes": SHARD_BYTES}),
+    ],
+)
+def test_a_conversion_gives_the_bytes_of_direct_production(
+    made: dict[str, Path], tmp_path: Path, source: str, target: str, changes: dict[str, Any]
+) -> None:
+    found = convert(made[source], tmp_path / "cache", **changes)
+    assert files(found) == files(made[target])
+    provenance = read_provenance(found)
+    before = read_provenance(made[source])
+    assert provenance is not None
+    assert before is not None
+    assert [step["source_provenance_sha256"] for step in provenance.conversions] == [before.sha256()]
+    assert (provenance.tokens, provenance.capture) == (before.tokens, before.capture)
+    assert verify_cache(CacheFolder(found), "supervision").findings == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cache.building.lock", "cache"]
+
+
+def test_layers_positions_and_samples_are_cut(made: dict[str, Path], tmp_path: Path) -> None:
+    found = convert(made["padded"], tmp_path / "a", layer_ids=[3], seq_length=50, samples=(2, 9), shard_size=2)
+    again = convert(found, tmp_path / "b", layout="ragged", seq_length=40)
+    old, new, last = (CachedDSparkDataset(cache) for cache in (made["padded"], found, again))
+    assert len(new) == len(last) == 7
+    width = new.manifest["hidden_size"]
+    assert (new.manifest["target_layer_ids"], new.manifest["target_hidden_dim"]) == ([3], width)
+    for index in range(7):
+        sample = old[index + 2]
+        expected = {key: sample[key][:50] for key in CACHE_KEYS}
+        expected[HIDDEN] = expected[HIDDEN][:, width:]
+        assert all(torch.equal(new[index][key], expected[key]) for key in CACHE_KEYS)
+        assert all(torch.equal(last[index][key], expected[key][:40]) for key in CACHE_KEYS)
+    provenance = read_provenance(again)
+    assert provenance is not None
+    assert [step["changes"].get("seq_length") for step in provenance.conversions] == [50, 40]
+    assert verify_cache(CacheFolder(again), "values").findings == []
+
+
+def test_held_out_samples_are_in_one_part_only(made: dict[str, Path], tmp_path: Path) -> None:
+    train = convert(made["ragged"], tmp_path / "train", eval_samples=4)
+    held = convert(made["ragged"], tmp_path / "held", eval_samples=4, part="eval")
+    found = diff_caches(train, held)
+    assert (found["samples"]["removed"], found["samples"]["added"], found["samples"]["common"]) == (8, 4, 0)
+    provenance = read_provenance(held)
+    assert provenance is not None
+    assert provenance.held_out == {"eval_samples": 4, "part": "eval"}
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        ("padded", {"dtype": "fp32"}, "fp32 has 24 significant bits, the source's bf16 only 8"),
+        ("fp8", {"dtype": "bf16"}, "bf16 has 8 significant bits, the source's fp8_e4m3 only 4"),
+        ("padded", {"dtype": "fp8_e4m3"}, "fp8_e4m3 needs the ragged layout"),
+        ("fp8", {"layout": "padded"}, "fp8_e4m3 needs the ragged layout"),
+        ("padded", {"layer_ids": [2]}, "expected strictly increasing ids among [1, 3], found [2]"),
+        ("padded", {"seq_length": 257}, "--seq-length: expected 1 to 256, found 257"),
+        ("padded", {"samples": (3, 13)}, "--samples: expected 0 <= start < stop <= 12, found 3:13"),
+        ("ragged", {"shard_size": 3}, "--shard-size: expected auto or a positive number, for the padded layout"),
+        ("padded", {"part": "eval"}, "--part eval: pass --eval-samples too"),
+        ("padded", {"eval_samples": 12}, "data.eval_samples: 12 of 12 distinct samples leave none to train on"),
+        ("padded", {"pad_token_id": 1}, "--pad-token-id: 1, but "),
+    ],
+)
+def test_what_cannot_be_made_is_refused(
+    made: dict[str, Path], tmp_path: Path, source: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        convert(made[source], tmp_path / "cache", **changes)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_flipped_bit_of_the_source_is_not_given_a_digest(made: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(made["padded"], source)
+    path = source / "shard-000001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CacheFormatError, match=re.escape(f"{path}: sha256 is ")):
+        convert(source, tmp_path / "cache", layout="ragged")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_conversion_goes_on_with_what_it_had_finished(made: dict[str, Path], tmp_path: Path) -> None:
+    source, target, building = tmp_path / "source", tmp_path / "cache", tmp_path / ".cache.building"
+    shutil.copytree(made["padded"], source)
+    weights = source / "target_weights.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with pytest.raises(CacheFormatError):
+        convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
+    weights.write_bytes(kept)
+    shard = source / "shard-000003.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CacheFormatError):
+        convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
+    finished = {path.name: path.stat().st_ino for path in building.glob("shard-*")}
+    assert len(finished) >= 2
+    (building / ".tmp-shard-x").touch()
+    shard.write_bytes(content)
+    convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
+    assert files(target) == files(made["ragged"])
+    assert {name: (target / name).stat().st_ino for name in finished} == finished
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cache.building.lock", "cache", "source"]
+
+
+def test_another_conversion_begins_anew(made: dict[str, Path], tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "cache"
+    shutil.copytree(made["padded"], source)
+    shard = source / "shard-000003.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CacheFormatError):
+        convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
+    shard.write_bytes(content)
+    convert(source, target, layout="ragged", dtype="fp8_e4m3", shard_bytes=SHARD_BYTES)
+    assert files(target) == files(made["fp8"])
+
+
+def test_a_cache_of_another_producer_needs_its_pad_token(make_cache: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_cache(5, 2)
+    with pytest.raises(SettingsError, match="does not say which token is at padding: pass --pad-token-id"):
+        convert(source, tmp_path / "cache", layout="ragged")
+    found = convert(source, tmp_path / "cache", layout="ragged", pad_token_id=0)
+    old, new = CachedDSparkDataset(source), CachedDSparkDataset(found)
+    assert all(torch.equal(old[index][key], new[index][key]) for index in range(5) for key in CACHE_KEYS)
+    unpadded = CachedDSparkDataset(found, padded=False)
+    assert [len(unpadded[index][LAST_HIDDEN]) for index in range(5)] == [2, 3, 4, 5, 6]
+    provenance = read_provenance(found)
+    assert provenance is not None
+    assert provenance.tokens == provenance.capture == {}
+    assert provenance.conversions[0]["source_provenance_sha256"] is None
+
+
+def test_the_command_converts_and_compares(
+    made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "cache"
+    with contextlib.chdir(tmp_path):
+        assert main(["convert", str(made["padded"]), "cache", "--layers", "3", "--samples", ":5"]) == 0
+        assert capsys.readouterr().out == "cache is made and verified\n"
+        assert main(["diff", str(made["padded"]), "cache", "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "samples removed: 7, the first: 5, 6, 7, 8, 9, 10, 11" in lines
+    assert "layer 3: relative L2 of a token 0 in the mean, 0 at most" in lines
+    assert main(["convert", str(target), str(target)]) == 1
+    assert "is the source itself" in capsys.readouterr().err
