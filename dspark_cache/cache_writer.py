@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dspark_cache.errors import CaptureError, SettingsError
-from dspark_cache.files import dump_json, keeps_holes, link_file, put_file
+from dspark_cache.files import dump_json, link_file, put_file
 from dspark_cache.fp8 import dequantise, quantise
 from dspark_cache.manifest import MAX_SHARDS, version_of, write_manifest
 from dspark_cache.provenance import FileRecord, Provenance
@@ -171,13 +171,13 @@ def shard_bytes(lengths: Sequence[int], form: StatesForm, seq_length: int, layou
     return ShardBytes(total=total, samples=0, holes=(count * seq_length - tokens) * hole)
 
 
-def bytes_to_write(plan: CachePlan, source: RowSource, folder: Path) -> int:
-    """Return the bytes that a cache's shards will take from the disk: no holes, if it keeps them, and no links."""
-    keeps, total = keeps_holes(folder), 0
+def bytes_to_write(plan: CachePlan, source: RowSource) -> int:
+    """Return the bytes that a cache's shards will take from the disk at least: no holes, and no links."""
+    total = 0
     for shard in plan.shards:
         lengths = [source.num_tokens(sample) for sample in shard]
         size = shard_bytes(lengths, plan.form, plan.manifest["seq_length"], plan.layout)
-        total += size.samples if _shared(plan, source, shard) else size.total - (size.holes if keeps else 0)
+        total += size.samples if _shared(plan, source, shard) else size.total - size.holes
     return total
 
 

@@ -238,7 +238,7 @@ def convert_cache(
     parent = target.absolute().parent
     make_folder(parent)
     if check_disk:
-        needed = bytes_to_write(plan, rows, parent)
+        needed = bytes_to_write(plan, rows)
         ensure_free_disk(
             parent, needed, what=f"{target.name}/", remedy="choose another form or disk, or pass --no-check-disk"
         )

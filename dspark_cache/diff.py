@@ -21,20 +21,29 @@ if TYPE_CHECKING:
 
 MAX_NAMED = 10
 """Samples that are named by their indices."""
-_ABSENT: Any = object()
+
+
+class _Nothing:
+    """Stands for a value that is not there."""
+
+    def __repr__(self) -> str:
+        """Show it in messages."""
+        return "nothing"
+
+
+NOTHING: Any = _Nothing()
 
 
 def differences(
     found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield full key and both values of everything that differs inside objects; "nothing" stands for an absent one."""
+    """Yield full key and both values of everything that differs inside objects; `NOTHING` stands for an absent one."""
     for key in sorted({*found, *expected}):
-        pair = [values.get(key, _ABSENT) for values in (found, expected)]
+        pair = [values.get(key, NOTHING) for values in (found, expected)]
         if all(isinstance(value, dict) for value in pair):
             yield from differences(pair[0], pair[1], f"{prefix}{key}.")
-        elif _ABSENT in pair or not is_same_json(*pair):
-            shown = ["nothing" if value is _ABSENT else value for value in pair]
-            yield f"{prefix}{key}", shown[0], shown[1]
+        elif NOTHING in pair or not is_same_json(*pair):
+            yield f"{prefix}{key}", pair[0], pair[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +107,10 @@ def diff_caches(
     step = 1 if max_samples is None else max(1, -(-len(common) // max(1, max_samples)))
     masks, drift = _compare(old, new, [(places[key], new_places[key]) for key in common[::step]])
     return {
-        "identity": {key: [left, right] for key, left, right in differences(old.origin(), new.origin())},
+        "identity": {
+            key: [repr(value) if value is NOTHING else value for value in pair]
+            for key, *pair in differences(old.origin(), new.origin())
+        },
         "samples": {
             **_changed("removed", old, new),
             **_changed("added", new, old),

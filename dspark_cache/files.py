@@ -182,14 +182,6 @@ def ensure_free_disk(folder: Path, num_bytes: int, *, what: str, remedy: str) ->
         )
 
 
-def keeps_holes(folder: Path) -> bool:
-    """Say whether the file system of `folder` stores a hole in a file as nothing."""
-    with tempfile.TemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX) as file:
-        os.ftruncate(file.fileno(), 1 << 20)
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
-
-
 def link_file(source: Path, path: Path) -> bool:
     """Give a file a second name, durably; say no where the file system or its rules do not allow that."""
     try:

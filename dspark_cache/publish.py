@@ -169,7 +169,7 @@ def publish_cache(captured: Captured, settings: Settings, path: Path, make_progr
         source = BlockRows(captured, samples)
         plans = plan_caches(captured.tokens, ledger, samples, settings)
         if settings.runtime.check_disk:
-            needed = sum(bytes_to_write(plan, source, path.absolute().parent) for plan in plans.values())
+            needed = sum(bytes_to_write(plan, source) for plan in plans.values())
             remedy = "use cache.layout: ragged, or set runtime.check_disk: false"
             ensure_free_disk(path.absolute().parent, needed, what=f"{path.name}/", remedy=remedy)
         tokens = sum(sample.num_tokens for sample in samples)

@@ -80,6 +80,7 @@ CHANGED = {
     "data.min_loss_tokens": (5, ["tokenize"]),
     "data.skip_invalid": (True, ["tokenize"]),
     "data.limit": (3, ["tokenize"]),
+    "data.eval_samples": (2, ["capture", "shards"]),
     "data.path": ("inputs/data/other.jsonl", ["tokenize"]),
     "data.revision": ("x", ["tokenize"]),
     "target.model": ("inputs/target/other", ["tokenize", "capture"]),

@@ -135,7 +135,7 @@ def object_name(path: Path) -> str:
 
 def folder_object_name(repository: Repository) -> str:
     """Return where dvc stores the list of the files of `cache/`."""
-    (output,) = read_yaml(repository.root / "dvc.lock")["stages"]["shards"]["outs"]
+    output, _held_out = read_yaml(repository.root / "dvc.lock")["stages"]["shards"]["outs"]
     return f"files/md5/{output['md5'][:2]}/{output['md5'][2:]}"
 
 
