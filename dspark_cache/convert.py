@@ -136,8 +136,7 @@ class CacheRows:
         Raises:
             CacheFormatError: A padded sample has no real token.
         """
-        shard = self.dataset.shard_of(sample)
-        stored = self.dataset.stored_lengths(shard)[sample - self.dataset.samples_of(shard).start]
+        stored = self.dataset.stored_length(sample)
         length = stored if is_ragged(self.manifest) else self._real_length(sample, stored)
         self._lengths[sample] = min(length, self._limit)
         return self._lengths[sample]

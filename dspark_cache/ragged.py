@@ -160,11 +160,9 @@ class RaggedShard:
         """The file of states and the file of ids and masks."""
         return self._states, self._tokens
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        found: list[int] = self._offsets.diff().tolist()
-        return found
+    def length(self, row: int) -> int:
+        """Return the tokens of a sample."""
+        return int(self._offsets[row + 1] - self._offsets[row])
 
     def rows(self, key: str, row: int, start: int, stop: int) -> torch.Tensor:
         """Return tokens start (included) to stop (excluded) of a sample as they are stored."""

@@ -320,12 +320,12 @@ class CachedDSparkDataset(CachedTensorDataset):
             return file.read(row, padded=self._padded)
         return super()._read(file, row)
 
-    def stored_lengths(self, shard: int) -> list[int]:
-        """Return the stored positions of each sample of a shard: its tokens, or S in a padded cache."""
+    def stored_length(self, index: int) -> int:
+        """Return the stored positions of a sample: its tokens, or S in a padded cache."""
+        shard, row = self._locate(index)
         file = self._handle(shard)
-        if isinstance(file, RaggedShard):
-            return file.lengths
-        return [self.manifest["seq_length"]] * len(self.samples_of(shard))
+        length: int = file.length(row) if isinstance(file, RaggedShard) else self.manifest["seq_length"]
+        return length
 
     def stored_rows(self, key: str, index: int, start: int, stop: int) -> torch.Tensor:
         """Return positions start (included) to stop (excluded) of a sample as its file has them, scales of fp8 too."""
