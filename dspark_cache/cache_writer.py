@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dspark_cache.errors import CaptureError, SettingsError
-from dspark_cache.files import dump_json, link_file, put_file
+from dspark_cache.files import dump_json, ensure_free_disk, keeps_holes, link_file, put_file
 from dspark_cache.fp8 import dequantise, quantise
 from dspark_cache.manifest import MAX_SHARDS, version_of, write_manifest
 from dspark_cache.provenance import FileRecord, Provenance
@@ -171,14 +171,40 @@ def shard_bytes(lengths: Sequence[int], form: StatesForm, seq_length: int, layou
     return ShardBytes(total=total, samples=0, holes=(count * seq_length - tokens) * hole)
 
 
-def bytes_to_write(plan: CachePlan, source: RowSource) -> int:
-    """Return the bytes that a cache's shards will take from the disk at least: no holes, and no links."""
-    total = 0
-    for shard in plan.shards:
-        lengths = [source.num_tokens(sample) for sample in shard]
-        size = shard_bytes(lengths, plan.form, plan.manifest["seq_length"], plan.layout)
-        total += size.samples if _shared(plan, source, shard) else size.total - size.holes
-    return total
+def ensure_room(
+    folder: Path,
+    plans: Iterable[CachePlan],
+    source: RowSource,
+    weights_bytes: int,
+    finished: FinishedParts | None = None,
+    *,
+    what: str,
+    remedy: str,
+) -> None:
+    """Refuse to begin caches that the disk has no room for; links, holes and what is finished take none.
+
+    Args:
+        folder: Where they are built, or will be; it exists and may be written to.
+        plans: The caches.
+        source: Gives the rows.
+        weights_bytes: Bytes of the target weights.
+        finished: What an earlier run has finished in `folder`.
+        what: Names them in the message.
+        remedy: What to do beside making room.
+
+    Raises:
+        SettingsError: Less is free than will be written.
+    """
+    has_holes = keeps_holes(folder)
+    needed = weights_bytes
+    for plan in plans:
+        for number, samples in enumerate(plan.shards):
+            lengths = [source.num_tokens(sample) for sample in samples]
+            size = shard_bytes(lengths, plan.form, plan.manifest["seq_length"], plan.layout)
+            if not _kept(folder / shard_name(number), finished) and not _shared(plan, source, samples):
+                needed += size.total - size.samples - size.holes * has_holes
+            needed += size.samples
+    ensure_free_disk(folder, needed, what=what, remedy=remedy)
 
 
 def _shared(plan: CachePlan, source: RowSource, samples: Sequence[int]) -> SharedFile | None:

@@ -9,44 +9,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dspark_cache.cache_writer import CachePlan, bytes_to_write, cut_shards, resolve_shard_size, write_cache
-from dspark_cache.errors import CacheFormatError, SettingsError, VerificationError
-from dspark_cache.files import ensure_free_disk, file_digest, make_folder, resume_folder
-from dspark_cache.manifest import is_ragged, manifest_path, ragged_manifest
+from dspark_cache.cache_writer import CachePlan, cut_shards, ensure_room, resolve_shard_size, write_cache
+from dspark_cache.cached_rows import CachedRows
+from dspark_cache.errors import SettingsError, VerificationError
+from dspark_cache.files import file_digest, make_folder, resume_folder
+from dspark_cache.manifest import manifest_path, ragged_manifest
 from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm
-from dspark_cache.reader import CachedDSparkDataset
 from dspark_cache.schema import (
     AUTO,
     FP8,
-    HIDDEN,
-    HIDDEN_SCALES,
-    INPUT_IDS,
-    LAST_HIDDEN,
-    LOSS_MASK,
     READ_DTYPES,
     SIGNIFICAND_BITS,
     STAGE_VERSIONS,
     STORED_DTYPES,
-    TARGET_WEIGHTS_NAME,
 )
-from dspark_cache.shard_file import open_cache_file
-from dspark_cache.target_weights import copy_target_weights, target_weights_path
-from dspark_cache.tokens import EVAL, TRAIN, hold_out, sample_key
+from dspark_cache.target_weights import TargetWeightsCopy
+from dspark_cache.tokens import EVAL, TRAIN, hold_out
 from dspark_cache.verify import CacheFolder, verify_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from dspark_cache.files import FinishedParts
     from dspark_cache.manifest import PathLike
 
     Advance = Callable[[int], None]
@@ -83,122 +72,6 @@ class Conversion:
     pad_token_id: int | None = None
 
 
-class CacheRows:
-    """Rows of another cache, named by their index there, cut and with fewer layers as a conversion asks.
-
-    Of a padded cache a sample ends before the pad tokens at its end that are not supervised; where the cache promises
-    zero states at padding, at its last state that is not zero. A shard's sha256 is compared with provenance.json when
-    it is first used, which reads it once more, into the page cache.
-    """
-
-    def __init__(self, source: Path, conversion: Conversion) -> None:
-        """Open a cache.
-
-        Raises:
-            CacheNotFoundError, CacheFormatError: It is refused by `CachedDSparkDataset`.
-            SettingsError: It does not say how it is padded, and the conversion does not either.
-        """
-        self.folder = CacheFolder(source)
-        self.dataset = CachedDSparkDataset(source)
-        self.manifest = self.folder.manifest
-        self.dtype: str = self.manifest["dtype"]
-        self.pad_token_id = self._pad_token_id(conversion)
-        self._columns = self._kept_columns(conversion)
-        self._checked: set[int] = set()
-        self._lengths = array("q", bytes(8 * len(self.dataset)))
-        self._limit = min(conversion.seq_length or self.manifest["seq_length"], self.manifest["seq_length"])
-
-    def _pad_token_id(self, conversion: Conversion) -> int:
-        known = self.folder.provenance.pad_token_id if self.folder.provenance else self.manifest.get("pad_token_id")
-        if known is not None and conversion.pad_token_id not in (None, known):
-            raise SettingsError(f"--pad-token-id: {conversion.pad_token_id}, but {self.folder.path} says {known}")
-        found = known if known is not None else conversion.pad_token_id
-        if found is None:
-            last = [int(self.dataset[index][INPUT_IDS][-1]) for index in range(min(len(self.dataset), 8))]
-            raise SettingsError(
-                f"{self.folder.path} does not say which token is at padding: pass --pad-token-id, the target's "
-                f"tokenizer's pad_token_id, or 0 if it has none; the first samples end in the ids {last}"
-            )
-        return int(found)
-
-    def _kept_columns(self, conversion: Conversion) -> list[int] | None:
-        """Return which layers of the source are kept, by their places; None: all."""
-        kept, there = conversion.layer_ids, self.manifest["target_layer_ids"]
-        return None if kept is None or kept == there else [there.index(layer) for layer in kept]
-
-    def num_tokens(self, sample: int) -> int:
-        """Return the tokens of a sample that are kept."""
-        return self._lengths[sample]
-
-    def measure(self, sample: int) -> int:
-        """Find out, once, how many tokens of a sample are kept; return it.
-
-        Raises:
-            CacheFormatError: A padded sample has no real token.
-        """
-        stored = self.dataset.stored_length(sample)
-        length = stored if is_ragged(self.manifest) else self._real_length(sample, stored)
-        self._lengths[sample] = min(length, self._limit)
-        return self._lengths[sample]
-
-    def _real_length(self, sample: int, positions: int) -> int:
-        if self.folder.provenance is not None:
-            length = self._first_zero(sample, positions)
-        else:
-            ids, mask = (self.dataset.stored_rows(key, sample, 0, positions) for key in (INPUT_IDS, LOSS_MASK))
-            real = ((ids != self.pad_token_id) | (mask != 0)).nonzero()
-            length = int(real[-1]) + 1 if len(real) else 0
-        if length < 1:
-            raise CacheFormatError(f"{self.folder.path}: sample {sample} has no real token, nothing but padding")
-        return length
-
-    def _first_zero(self, sample: int, positions: int) -> int:
-        """Return the first position with a zero state: all after it are zero, all before it are not."""
-        low, high = 0, positions
-        while low < high:
-            middle = (low + high) // 2
-            if bool(self.dataset.stored_rows(LAST_HIDDEN, sample, middle, middle + 1).any()):
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def key(self, sample: int) -> str:
-        """Return the key of a sample's kept ids."""
-        return sample_key(self.dataset.stored_rows(INPUT_IDS, sample, 0, self.num_tokens(sample)))
-
-    def supervised(self, sample: int) -> int:
-        """Count the supervised tokens of a sample that are kept."""
-        return int(self.dataset.stored_rows(LOSS_MASK, sample, 0, self.num_tokens(sample)).sum(dtype=torch.int64))
-
-    def rows(self, key: str, sample: int, start: int, stop: int) -> torch.Tensor:
-        """Return tokens start (included) to stop (excluded), of the layers that are kept.
-
-        Raises:
-            CacheFormatError: The shard's bytes are not those that provenance.json records.
-        """
-        self._check(self.dataset.shard_of(sample))
-        rows = self.dataset.stored_rows(key, sample, start, stop)
-        if self._columns is None or key not in (HIDDEN, HIDDEN_SCALES):
-            return rows
-        layers = len(self.manifest["target_layer_ids"])
-        return rows.view(len(rows), layers, -1)[:, self._columns].flatten(1)
-
-    def features_of(self, samples: Sequence[int]) -> None:
-        """Return nothing: files of another cache are not shared, they may be replaced there."""
-
-    def _check(self, shard: int) -> None:
-        if shard not in self._checked and self.folder.provenance is not None:
-            for name in self.folder.names_of(shard):
-                recorded, found = self.folder.recorded(name), file_digest(self.folder.path / name)
-                if recorded is None or recorded.sha256 != found:
-                    raise CacheFormatError(
-                        f"{self.folder.path / name}: sha256 is {found}, provenance.json says "
-                        f"{recorded.sha256 if recorded else 'nothing'}: dspark-cache verify {self.folder.path}"
-                    )
-        self._checked.add(shard)
-
-
 def convert_cache(
     source: PathLike,
     target: PathLike,
@@ -229,22 +102,26 @@ def convert_cache(
     if source.resolve() == target.resolve():
         raise SettingsError(f"{target} is the source itself: write to another folder")
     _check_conversion(CacheFolder(source).manifest, conversion)
-    rows = CacheRows(source, conversion)
+    rows = CachedRows(
+        source,
+        layer_ids=conversion.layer_ids,
+        seq_length=conversion.seq_length,
+        pad_token_id=conversion.pad_token_id,
+    )
     start, stop = conversion.samples or (0, len(rows.dataset))
     with progress("lengths", stop - start, "samples") as advance:
         samples, dropped = _choose_samples(rows, conversion, advance)
     plan = _plan(rows, conversion, samples, dropped)
-    parent = target.absolute().parent
-    make_folder(parent)
-    if check_disk:
-        needed = bytes_to_write(plan, rows)
-        ensure_free_disk(
-            parent, needed, what=f"{target.name}/", remedy="choose another form or disk, or pass --no-check-disk"
-        )
+    dtype = READ_DTYPES[plan.manifest["dtype"]]
+    weights = TargetWeightsCopy(rows.open_weights(), dtype, tied_once=plan.layout == "ragged")
+    make_folder(target.absolute().parent)
     with resume_folder(target, _key_of(plan)) as (folder, finished):
+        if check_disk:
+            remedy = "choose another form or disk, or pass --no-check-disk"
+            ensure_room(folder, [plan], rows, weights.num_bytes, finished, what=f"{target.name}/", remedy=remedy)
         tokens = sum(rows.num_tokens(sample) for sample in samples)
         with progress("convert", tokens, "tok") as advance:
-            _write(folder, plan, rows, finished, advance)
+            write_cache(folder, plan, rows, weights.put, advance, finished)
         rows.dataset.ensure_unchanged()
         with progress("verify", len(plan.shards), "shards") as advance:
             report = verify_cache(CacheFolder(folder), "values", num_threads=num_threads, advance=advance)
@@ -253,71 +130,56 @@ def convert_cache(
             raise VerificationError(f"the cache made in {folder} has {len(report.findings)} finding(s):\n  {listed}")
 
 
-def _write(folder: Path, plan: CachePlan, rows: CacheRows, finished: FinishedParts, advance: Advance) -> None:
-    weights = open_cache_file(Path(target_weights_path(rows.folder.path)))
-    _check_weights(rows, weights.sha256())
-
-    def put_weights(path: Path) -> str:
-        dtype = READ_DTYPES[plan.manifest["dtype"]]
-        return copy_target_weights(weights, path, dtype, tied_once=plan.layout == "ragged")
-
-    write_cache(folder, plan, rows, put_weights, advance, finished)
-
-
-def _check_weights(rows: CacheRows, found: str) -> None:
-    recorded = rows.folder.recorded(TARGET_WEIGHTS_NAME)
-    if recorded is not None and recorded.sha256 != found:
-        raise CacheFormatError(
-            f"{target_weights_path(rows.folder.path)}: sha256 is {found}, provenance.json says {recorded.sha256}"
-        )
-
-
 def _check_conversion(manifest: dict[str, Any], conversion: Conversion) -> None:
     """Refuse what cannot be made of a cache, all at once.
 
     Raises:
         SettingsError: Listing every fault.
     """
-    faults = []
-    there, layers = manifest["dtype"], manifest["target_layer_ids"]
-    layout = conversion.layout or manifest.get("layout", "padded")
-    dtype = conversion.dtype or there
-    if layout not in ("padded", "ragged"):
-        faults.append(f"--layout: expected padded or ragged, found {layout!r}")
-    if dtype not in STORED_DTYPES:
-        faults.append(f"--dtype: expected one of {sorted(STORED_DTYPES)}, found {dtype!r}")
-    elif SIGNIFICAND_BITS[dtype] > SIGNIFICAND_BITS[there]:
-        faults.append(
-            f"--dtype: {dtype} has {SIGNIFICAND_BITS[dtype]} significant bits, the source's {there} only "
-            f"{SIGNIFICAND_BITS[there]}: what rounding took does not come back, capture again"
-        )
-    if dtype == FP8 and layout == "padded":
-        faults.append(f"--dtype: {FP8} needs the ragged layout: pass --layout ragged")
-    if conversion.layer_ids is not None:
-        kept = conversion.layer_ids
-        if not kept or sorted(set(kept)) != kept or not set(kept) <= set(layers):
-            faults.append(f"--layers: expected strictly increasing ids among {layers}, found {kept}")
-    length = conversion.seq_length
-    if length is not None and not 1 <= length <= manifest["seq_length"]:
-        faults.append(f"--seq-length: expected 1 to {manifest['seq_length']}, found {length}")
-    size = conversion.shard_size
-    if size is not None and (layout == "ragged" or (size != AUTO and not (isinstance(size, int) and size > 0))):
-        faults.append(f"--shard-size: expected auto or a positive number, for the padded layout, found {size!r}")
-    if conversion.shard_bytes is not None and conversion.shard_bytes < 1:
-        faults.append(f"--shard-bytes: expected a positive number, found {conversion.shard_bytes}")
-    if conversion.samples is not None:
-        start, stop = conversion.samples
-        if not 0 <= start < stop <= manifest["num_samples"]:
-            faults.append(f"--samples: expected 0 <= start < stop <= {manifest['num_samples']}, found {start}:{stop}")
-    if conversion.part not in (TRAIN, EVAL) or (conversion.eval_samples or 0) < 0:
-        faults.append("--part: expected train or eval, with --eval-samples of at least 0")
-    if conversion.part == EVAL and not conversion.eval_samples:
-        faults.append("--part eval: pass --eval-samples too")
+    faults = [*_form_faults(manifest, conversion), *_part_faults(manifest, conversion)]
     if faults:
         raise SettingsError("the conversion has faults:\n  " + "\n  ".join(faults))
 
 
-def _choose_samples(rows: CacheRows, conversion: Conversion, advance: Advance) -> tuple[list[int], int]:
+def _form_faults(manifest: dict[str, Any], conversion: Conversion) -> Iterator[str]:
+    """Yield what is wrong with layout, dtype and shards."""
+    there = manifest["dtype"]
+    layout, dtype = conversion.layout or manifest.get("layout", "padded"), conversion.dtype or there
+    if layout not in ("padded", "ragged"):
+        yield f"--layout: expected padded or ragged, found {layout!r}"
+    if dtype not in STORED_DTYPES:
+        yield f"--dtype: expected one of {sorted(STORED_DTYPES)}, found {dtype!r}"
+    elif SIGNIFICAND_BITS[dtype] > SIGNIFICAND_BITS[there]:
+        yield (
+            f"--dtype: {dtype} has {SIGNIFICAND_BITS[dtype]} significant bits, the source's {there} only "
+            f"{SIGNIFICAND_BITS[there]}: what rounding took does not come back, capture again"
+        )
+    if dtype == FP8 and layout == "padded":
+        yield f"--dtype: {FP8} needs the ragged layout: pass --layout ragged"
+    size = conversion.shard_size
+    if size is not None and (layout == "ragged" or (size != AUTO and not (isinstance(size, int) and size > 0))):
+        yield f"--shard-size: expected auto or a positive number, for the padded layout, found {size!r}"
+    if conversion.shard_bytes is not None and conversion.shard_bytes < 1:
+        yield f"--shard-bytes: expected a positive number, found {conversion.shard_bytes}"
+
+
+def _part_faults(manifest: dict[str, Any], conversion: Conversion) -> Iterator[str]:
+    """Yield what is wrong with the part of a cache to be kept."""
+    layers, kept, length = manifest["target_layer_ids"], conversion.layer_ids, conversion.seq_length
+    if kept is not None and (not kept or sorted(set(kept)) != kept or not set(kept) <= set(layers)):
+        yield f"--layers: expected strictly increasing ids among {layers}, found {kept}"
+    if length is not None and not 1 <= length <= manifest["seq_length"]:
+        yield f"--seq-length: expected 1 to {manifest['seq_length']}, found {length}"
+    start, stop = conversion.samples or (0, manifest["num_samples"])
+    if not 0 <= start < stop <= manifest["num_samples"]:
+        yield f"--samples: expected 0 <= start < stop <= {manifest['num_samples']}, found {start}:{stop}"
+    if conversion.part not in (TRAIN, EVAL) or (conversion.eval_samples or 0) < 0:
+        yield "--part: expected train or eval, with --eval-samples of at least 0"
+    if conversion.part == EVAL and not conversion.eval_samples:
+        yield "--part eval: pass --eval-samples too"
+
+
+def _choose_samples(rows: CachedRows, conversion: Conversion, advance: Advance) -> tuple[list[int], int]:
     """Return the samples to keep, and how many of them became too short in supervision and are left out."""
     chosen = range(*(conversion.samples or (0, len(rows.dataset))))
     least = 0
@@ -341,7 +203,7 @@ def _choose_samples(rows: CacheRows, conversion: Conversion, advance: Advance) -
     return kept, dropped
 
 
-def _plan(rows: CacheRows, conversion: Conversion, samples: list[int], dropped: int) -> CachePlan:
+def _plan(rows: CachedRows, conversion: Conversion, samples: list[int], dropped: int) -> CachePlan:
     there = rows.manifest
     layers = conversion.layer_ids or there["target_layer_ids"]
     layout = conversion.layout or there.get("layout", "padded")
@@ -382,7 +244,7 @@ def _plan(rows: CacheRows, conversion: Conversion, samples: list[int], dropped: 
 
 
 def _provenance(
-    rows: CacheRows, conversion: Conversion, layout: str, changes: dict[str, Any], dropped: int
+    rows: CachedRows, conversion: Conversion, layout: str, changes: dict[str, Any], dropped: int
 ) -> Provenance:
     """Return the source's provenance with one more conversion; of a cache without any, one that says so."""
     step: dict[str, Any] = {

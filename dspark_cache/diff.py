@@ -9,53 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark_cache.convert import CacheRows, Conversion
+from dspark_cache.cached_rows import CachedRows
 from dspark_cache.recompute import relative_l2
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN, LOSS_MASK
-from dspark_cache.strict_json import is_same_json
+from dspark_cache.strict_json import NOTHING, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from dspark_cache.manifest import PathLike
 
 MAX_NAMED = 10
 """Samples that are named by their indices."""
 
 
-class _Nothing:
-    """Stands for a value that is not there."""
-
-    def __repr__(self) -> str:
-        """Show it in messages."""
-        return "nothing"
-
-
-NOTHING: Any = _Nothing()
-
-
-def differences(
-    found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield full key and both values of everything that differs inside objects; `NOTHING` stands for an absent one."""
-    for key in sorted({*found, *expected}):
-        pair = [values.get(key, NOTHING) for values in (found, expected)]
-        if all(isinstance(value, dict) for value in pair):
-            yield from differences(pair[0], pair[1], f"{prefix}{key}.")
-        elif NOTHING in pair or not is_same_json(*pair):
-            yield f"{prefix}{key}", pair[0], pair[1]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
     """One of the two caches: its rows, and the key of each sample in order."""
 
-    rows: CacheRows
+    rows: CachedRows
     keys: list[str]
 
     @classmethod
     def read(cls, cache: Path, pad_token_id: int | None) -> _Side:
-        rows = CacheRows(cache, Conversion(pad_token_id=pad_token_id))
+        rows = CachedRows(cache, pad_token_id=pad_token_id)
         indices = range(len(rows.dataset))
         return cls(rows=rows, keys=[rows.key(index) for index in indices if rows.measure(index)])
 

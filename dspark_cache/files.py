@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TEMPORARY_PREFIX = ".tmp-"
 BUILDING_SUFFIX = ".building"
 _HASH_BYTES = 1 << 22
+_PROBE_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 30
 """A write of Linux takes at most 2 GiB at a time."""
 
@@ -182,6 +183,16 @@ def ensure_free_disk(folder: Path, num_bytes: int, *, what: str, remedy: str) ->
         )
 
 
+def keeps_holes(folder: Path) -> bool:
+    """Say whether the file system of a folder keeps parts of files that were never written as holes."""
+    probe, _ = _create_temporary(folder / "holes")
+    try:
+        os.truncate(probe, _PROBE_BYTES)
+        return probe.stat().st_blocks * 512 < _PROBE_BYTES
+    finally:
+        probe.unlink()
+
+
 def link_file(source: Path, path: Path) -> bool:
     """Give a file a second name, durably; say no where the file system or its rules do not allow that."""
     try:
@@ -278,7 +289,7 @@ def _read_parts(path: Path, key: str) -> dict[str, Any]:
 def resume_folder(path: Path, key: str) -> Iterator[tuple[Path, FinishedParts]]:
     """Give a folder to fill as `put_folder` does, with the files that a killed or failed run with the same `key` left.
 
-    If the block raises, what it built stays for the next run; `path` is as it was.
+    If the block raises, what it finished stays for the next run; `path` is as it was.
 
     Raises:
         LockedError: Another process is building the same folder.
@@ -298,6 +309,9 @@ def resume_folder(path: Path, key: str) -> Iterator[tuple[Path, FinishedParts]]:
             _put_in_place(building, path)
         except BaseException:
             _settle(path)
+            if not parts.records:
+                _remove(building)
+                record.unlink(missing_ok=True)
             raise
         _sync(path.parent)
         record.unlink()

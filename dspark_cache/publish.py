@@ -13,13 +13,13 @@ from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore
 from dspark_cache.cache_writer import (
     CachePlan,
     SharedFile,
-    bytes_to_write,
     cut_shards,
+    ensure_room,
     resolve_shard_size,
     write_cache,
 )
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
-from dspark_cache.files import ensure_free_disk, file_digest, link_file, put_folder
+from dspark_cache.files import file_digest, link_file, put_folder
 from dspark_cache.ledger import Ledger, Place, place_samples
 from dspark_cache.manifest import build_cache_manifest, ragged_manifest
 from dspark_cache.provenance import Provenance
@@ -35,7 +35,7 @@ from dspark_cache.schema import (
     TensorSpec,
 )
 from dspark_cache.shard_file import ShardFile
-from dspark_cache.target_weights import copy_target_weights
+from dspark_cache.target_weights import TargetWeightsCopy
 from dspark_cache.tokens import EVAL, TRAIN, hold_out
 
 if TYPE_CHECKING:
@@ -168,41 +168,36 @@ def publish_cache(captured: Captured, settings: Settings, path: Path, make_progr
         samples = placed_samples(captured.tokens, ledger)
         source = BlockRows(captured, samples)
         plans = plan_caches(captured.tokens, ledger, samples, settings)
-        if settings.runtime.check_disk:
-            needed = sum(bytes_to_write(plan, source) for plan in plans.values())
-            remedy = "use cache.layout: ragged, or set runtime.check_disk: false"
-            ensure_free_disk(path.absolute().parent, needed, what=f"{path.name}/", remedy=remedy)
         tokens = sum(sample.num_tokens for sample in samples)
+        weights = _Weights(captured, settings.cache)
         with make_progress(tokens) as progress:
-            put_weights = _WeightsOnce(captured, settings.cache)
             with put_folder(path) as folder:
-                write_cache(folder, plans[TRAIN], source, put_weights, progress.advance)
-            put_weights.written = path / TARGET_WEIGHTS_NAME
+                if settings.runtime.check_disk:
+                    remedy = "use cache.layout: ragged, or set runtime.check_disk: false"
+                    ensure_room(folder, plans.values(), source, weights.num_bytes, what=f"{path.name}/", remedy=remedy)
+                write_cache(folder, plans[TRAIN], source, weights.put, progress.advance)
+            weights.written = path / TARGET_WEIGHTS_NAME
             with put_folder(eval_folder(path)) as folder:
                 if EVAL in plans:
-                    write_cache(folder, plans[EVAL], source, put_weights, progress.advance)
+                    write_cache(folder, plans[EVAL], source, weights.put, progress.advance)
 
 
-class _WeightsOnce:
-    """Puts the target weights in place; the second time by a second name of the file `written` first, if allowed."""
+class _Weights(TargetWeightsCopy):
+    """Target weights out of scratch; the second time by a second name of the file `written` first, if allowed."""
 
     def __init__(self, captured: Captured, settings: CacheSettings) -> None:
-        self._captured = captured
-        self._settings = settings
+        ledger = captured.ledger
+        file = ShardFile(captured.store.folder / WEIGHTS_NAME)
+        spec = TensorSpec(dtype=DTYPE_MAP[ledger.compute_dtype], shape=(ledger.vocab_size, ledger.hidden_size))
+        file.expect({EMBED_KEY: spec}, exactly=False)
+        super().__init__(file, READ_DTYPES[settings.dtype], tied_once=settings.layout == "ragged")
         self._digest = ""
         self.written: Path | None = None
 
-    def __call__(self, path: Path) -> str:
+    def put(self, path: Path) -> str:
         if self.written is None or not link_file(self.written, path):
-            self._digest = self._copy(path)
+            self._digest = super().put(path)
         return self._digest
-
-    def _copy(self, path: Path) -> str:
-        ledger, settings = self._captured.ledger, self._settings
-        file = ShardFile(self._captured.store.folder / WEIGHTS_NAME)
-        spec = TensorSpec(dtype=DTYPE_MAP[ledger.compute_dtype], shape=(ledger.vocab_size, ledger.hidden_size))
-        file.expect({EMBED_KEY: spec}, exactly=False)
-        return copy_target_weights(file, path, READ_DTYPES[settings.dtype], tied_once=settings.layout == "ragged")
 
 
 def placed_samples(tokens: Tokens, ledger: Ledger) -> list[PlacedSample]:

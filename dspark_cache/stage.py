@@ -19,6 +19,7 @@ from dspark_cache.blocks import LOCK_NAME, scratch_folders
 from dspark_cache.errors import DsparkCacheError, SettingsError
 from dspark_cache.files import building_lock
 from dspark_cache.inputs import Fingerprints, Input, locate_inputs
+from dspark_cache.publish import eval_folder
 from dspark_cache.schema import STAGE_VERSIONS
 from dspark_cache.settings import YAML_ERRORS, Settings, load_settings
 
@@ -59,8 +60,10 @@ class StageContext:
 
 def writer_locks(root: Path, scratch: Path) -> list[Path]:
     """Return every lock that a stage may hold: of its output in `root`, and of each capture in `scratch`."""
-    outputs = [building_lock(root / path) for path in (TOKENS_PATH, LEDGER_PATH, CACHE_PATH, REPORT_PATH)]
-    return outputs + [folder / LOCK_NAME for folder, _ in scratch_folders(scratch)]
+    outputs = (TOKENS_PATH, LEDGER_PATH, CACHE_PATH, eval_folder(CACHE_PATH), REPORT_PATH)
+    return [building_lock(root / path) for path in outputs] + [
+        folder / LOCK_NAME for folder, _ in scratch_folders(scratch)
+    ]
 
 
 def open_stage(name: str, root: Path = Path()) -> StageContext:

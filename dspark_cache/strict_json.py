@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from dspark_cache.errors import CacheFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 MAX_JSON_BYTES = 1 << 30
 MAX_SHOWN = 200
@@ -40,6 +40,29 @@ def shortened(value: object) -> str:
 def is_same_json(one: Any, other: Any) -> bool:
     """Say whether two values are the same in JSON, where 0 is neither false nor 0.0."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+class _Nothing:
+    """Stands for a value that is not there."""
+
+    def __repr__(self) -> str:
+        """Show it in messages."""
+        return "nothing"
+
+
+NOTHING: Any = _Nothing()
+
+
+def differences(
+    found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield full key and both values of everything that differs inside objects; `NOTHING` stands for an absent one."""
+    for key in sorted({*found, *expected}):
+        pair = [values.get(key, NOTHING) for values in (found, expected)]
+        if all(isinstance(value, dict) for value in pair):
+            yield from differences(pair[0], pair[1], f"{prefix}{key}.")
+        elif NOTHING in pair or not is_same_json(*pair):
+            yield f"{prefix}{key}", pair[0], pair[1]
 
 
 def printable(text: str) -> str:

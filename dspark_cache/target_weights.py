@@ -12,7 +12,7 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.manifest import is_ragged, read_manifest
 from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, TARGET_WEIGHTS_NAME, TensorSpec
-from dspark_cache.shard_file import ShardFile, ShardWriter, open_cache_file, write_tensors
+from dspark_cache.shard_file import ShardFile, ShardWriter, file_bytes, open_cache_file, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,23 +31,37 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.detach().to(device="cpu", dtype=dtype).contiguous()
 
 
-def copy_target_weights(source: ShardFile, path: Path, dtype: torch.dtype, *, tied_once: bool) -> str:
-    """Put the weights of another file in place in `dtype`, a few rows at a time; return the sha256.
+class TargetWeightsCopy:
+    """Puts the weights of another file in place in a dtype of choice, a few rows at a time.
 
-    Args:
-        source: Holds `embed_tokens.weight` and, unless it is the same, `lm_head.weight`, both [V, H].
-        path: Where to.
-        dtype: Dtype of the copies.
-        tied_once: Whether weights that are equal, byte for byte, are written once: format version 2.
+    Attributes:
+        num_bytes: Bytes of the file that it will make.
     """
-    head = EMBED_KEY if _is_tied(source) else LM_HEAD_KEY
-    keys = {EMBED_KEY: EMBED_KEY} if tied_once and head == EMBED_KEY else {EMBED_KEY: EMBED_KEY, LM_HEAD_KEY: head}
-    specs = {key: TensorSpec(dtype=dtype, shape=source.places[name].spec.shape) for key, name in keys.items()}
-    with put_file(path) as temporary, ShardWriter(temporary, specs) as writer:
-        for key, name in keys.items():
-            for rows in _row_chunks(source, name):
-                writer.append(key, rows.to(dtype))
-        return writer.finish()
+
+    def __init__(self, source: ShardFile, dtype: torch.dtype, *, tied_once: bool) -> None:
+        """Compare the two weights.
+
+        Args:
+            source: Holds `embed_tokens.weight` and, unless it is the same, `lm_head.weight`, both [V, H].
+            dtype: Dtype of the copies.
+            tied_once: Whether weights that are equal, byte for byte, are written once: format version 2.
+        """
+        head = EMBED_KEY if _is_tied(source) else LM_HEAD_KEY
+        is_once = tied_once and head == EMBED_KEY
+        self._source = source
+        self._names = {EMBED_KEY: EMBED_KEY} if is_once else {EMBED_KEY: EMBED_KEY, LM_HEAD_KEY: head}
+        self._specs = {
+            key: TensorSpec(dtype=dtype, shape=source.places[name].spec.shape) for key, name in self._names.items()
+        }
+        self.num_bytes = file_bytes(self._specs)
+
+    def put(self, path: Path) -> str:
+        """Put the weights in place; return the file's sha256."""
+        with put_file(path) as temporary, ShardWriter(temporary, self._specs) as writer:
+            for key, name in self._names.items():
+                for rows in _row_chunks(self._source, name):
+                    writer.append(key, rows.to(self._specs[key].dtype))
+            return writer.finish()
 
 
 def _is_tied(file: ShardFile) -> bool:

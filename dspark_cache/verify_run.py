@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import BlockStore
 from dspark_cache.capture_run import capture_identity
-from dspark_cache.diff import differences
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
 from dspark_cache.files import remove_temporaries
 from dspark_cache.forward import pick_device
@@ -28,6 +27,7 @@ from dspark_cache.recompute import (
 )
 from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME
 from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext
+from dspark_cache.strict_json import differences
 from dspark_cache.target import load_target, read_target_facts, target_folder
 from dspark_cache.target_weights import read_target_weight_modules
 from dspark_cache.tokens import EVAL, TRAIN, Tokens, sample_key

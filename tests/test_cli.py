@@ -311,7 +311,7 @@ def test_the_lock_of_a_host_that_is_gone_is_broken_on_request_only(
     assert left(folders) == [False, True, False]
 
 
-@pytest.mark.parametrize("name", [".cache.building.lock", ".tokens.building.lock"])
+@pytest.mark.parametrize("name", [".cache.building.lock", ".cache-eval.building.lock", ".tokens.building.lock"])
 def test_the_lock_on_an_output_is_broken_too(folders: list[Path], name: str) -> None:
     Path(name).write_text(json.dumps({"host": "gone.invalid", "pid": 5}))
     assert main(["clean", "--break-lock"]) == 0

@@ -177,6 +177,38 @@ def test_a_conversion_goes_on_with_what_it_had_finished(made: dict[str, Path], t
     assert sorted(path.name for path in tmp_path.iterdir()) == [".cache.building.lock", "cache", "source"]
 
 
+def test_a_disk_too_small_is_refused_and_what_is_finished_needs_no_room(
+    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "cache"
+    shutil.copytree(made["padded"], source)
+    usage = shutil.disk_usage(tmp_path)
+
+    def refused(free: int) -> int:
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=free))
+        with pytest.raises(SettingsError, match=re.escape("or pass --no-check-disk")) as error:
+            convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
+        return int(str(error.value).split()[0])
+
+    needed = refused(1)
+    assert needed == sum(path.stat().st_size for path in made["ragged"].glob("*.safetensors"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cache.building.lock", "source"]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=needed))
+    shard = source / "shard-000003.safetensors"
+    kept = shard.read_bytes()
+    shard.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with pytest.raises(CacheFormatError):
+        convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
+    shard.write_bytes(kept)
+    finished = sum(path.stat().st_size for path in (tmp_path / ".cache.building").glob("shard-*"))
+    assert finished > 0
+    assert refused(1) == needed - finished
+    convert_cache(
+        source, target, Conversion(layout="ragged", shard_bytes=SHARD_BYTES), check_disk=False, progress=silent
+    )
+    assert files(target) == files(made["ragged"])
+
+
 def test_another_conversion_begins_anew(made: dict[str, Path], tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "cache"
     shutil.copytree(made["padded"], source)

@@ -27,6 +27,7 @@ from dspark_cache.files import (
     byte_view,
     dump_json,
     file_digest,
+    keeps_holes,
     make_folder,
     put_bytes,
     put_file,
@@ -351,6 +352,14 @@ with FileLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_disk_with_holes_is_told_from_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file system that tests can write to has holes: of one without, a file cut to a size is filled."""
+    assert keeps_holes(tmp_path)
+    monkeypatch.setattr("os.truncate", lambda path, size: Path(path).write_bytes(bytes(size)))
+    assert not keeps_holes(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @contextmanager

@@ -49,6 +49,7 @@ FLOW = [
     "supervision",
     "verify",
     "recompute",
+    "cached_rows",
     "convert",
     "diff",
     "stage",

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from itertools import product
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, read_manifest, write_shard
 from dspark_cache.blocks import Block, BlockStore
-from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError, LockedError
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError, LockedError, SettingsError
 from dspark_cache.files import FileLock, file_digest, put_file
 from dspark_cache.ledger import place_samples, read_ledger
 from dspark_cache.progress import Progress
@@ -433,6 +434,39 @@ def test_a_changed_block_is_refused_where_digests_are_checked(work: Publication)
         f"1 files of captured states in {work.store.folder} are gone or changed, the first: "
         f"{work.store.path(block.name)}: sha256 is {found}, its record says {block.sha256}; either"
     )
+
+
+@pytest.mark.parametrize(
+    ("cache", "holes"), [({"layout": "padded"}, True), ({"layout": "padded"}, False), ({"layout": "ragged"}, True)]
+)
+def test_a_disk_too_small_is_refused_before_a_byte_is_written(
+    work: Publication, monkeypatch: pytest.MonkeyPatch, cache: dict[str, str], holes: bool
+) -> None:
+    """What is needed is what shards then take: no holes where the disk has any, no links."""
+    usage = shutil.disk_usage(work.root)
+    if not holes:
+        monkeypatch.setattr("dspark_cache.cache_writer.keeps_holes", lambda _: False)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1))
+    with pytest.raises(SettingsError) as error:
+        work.publish(dtype="fp32", shard_bytes=100 * 64 * 3 * 4, **cache)
+    found = re.fullmatch(
+        rf"(\d+) bytes of cache/ are to be written to {work.root}/\.cache\.building, where 1 are free: make room, use "
+        r"cache\.layout: ragged, or set runtime\.check_disk: false",
+        str(error.value),
+    )
+    assert found is not None
+    assert not list(work.root.glob(".cache.building"))
+    needed = int(found[1])
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=needed))
+    work.publish(dtype="fp32", shard_bytes=100 * 64 * 3 * 4, **cache)
+    written = [path.stat() for path in work.path.glob("*.safetensors") if path.stat().st_nlink == 1]
+    logical, held = sum(file.st_size for file in written), sum(file.st_blocks * 512 for file in written)
+    assert needed <= logical
+    assert needed == logical or cache["layout"] == "padded"
+    assert (needed == logical) is (cache["layout"] == "ragged" or not holes)
+    assert abs(needed - held) < 16 * 4096 * len(written) or not holes
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1))
+    work.publish(runtime={"check_disk": False}, dtype="fp32", **cache)
 
 
 @pytest.mark.parametrize("lock", ["scratch", "cache"])

@@ -19,7 +19,7 @@ from dspark_cache import (
     write_target_weights,
 )
 from dspark_cache.shard_file import ShardFile, write_tensors
-from dspark_cache.target_weights import copy_target_weights
+from dspark_cache.target_weights import TargetWeightsCopy
 
 GOLDEN = Path(__file__).parent / "data" / "golden" / "cases" / "q3-one-sample" / "cache"
 
@@ -98,7 +98,9 @@ def test_a_copy_has_tied_weights_once_or_twice_as_asked(
     source, path = tmp_path / "source", tmp_path / "weights"
     source.touch()
     write_tensors(source, tensors)
-    digest = copy_target_weights(ShardFile(source), path, dtype, tied_once=tied_once)
+    weights = TargetWeightsCopy(ShardFile(source), dtype, tied_once=tied_once)
+    digest = weights.put(path)
+    assert weights.num_bytes == path.stat().st_size
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
     found = load_file(path)
     assert found.keys() == expected.keys()
