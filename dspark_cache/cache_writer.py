@@ -27,6 +27,7 @@ from dspark_cache.schema import (
     LAST_HIDDEN,
     LOSS_MASK,
     MANIFEST_NAME,
+    READ_DTYPES,
     SAMPLE_OFFSETS,
     SCALES_OF,
     STORED_DTYPES,
@@ -389,8 +390,9 @@ class _Writer:
         return cast
 
     def _quantise(self, key: str, rows: torch.Tensor, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers, scales = quantise(rows, rows.shape[1] // self._form.last_dim)
-        self._ensure_fits(key, rows, dequantise(numbers, scales) if torch.isfinite(rows).all() else rows, sample)
+        rounded = rows.to(READ_DTYPES[FP8])
+        numbers, scales = quantise(rounded, rows.shape[1] // self._form.last_dim)
+        self._ensure_fits(key, rows, rounded if rounded.isinf().any() else dequantise(numbers, scales), sample)
         return numbers, scales
 
     def _ensure_fits(self, key: str, rows: torch.Tensor, cast: torch.Tensor, sample: int) -> None:

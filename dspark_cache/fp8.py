@@ -1,7 +1,8 @@
 """States in 8 bits: float8_e4m3 numbers with one scale for each token and layer, a power of two.
 
 A scale is the smallest power of two with which the largest number of its token and layer fits. Being a power of two it
-costs no precision: what is read back in bf16 is exactly the stored number times its scale.
+costs no precision: what is read back in bf16 is exactly the stored number times its scale. Wider states are rounded to
+bf16 first, so that it is the same whether a cache was made from captured states or from a bf16 cache of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _MIN_EXPONENT = -100
 
 
 def quantise(rows: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round states [T, k * H] of k = `num_layers` layers to 8 bits.
+    """Round states [T, k * H] in bf16 of k = `num_layers` layers to 8 bits.
 
     All numbers must be finite: torch would round an infinity to the largest number there is.
 

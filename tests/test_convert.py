@@ -30,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "padded": {"layout": "padded", "dtype": "bf16", "shard_size": 3, "shard_bytes": SHARD_BYTES},
     "ragged": {"layout": "ragged", "dtype": "bf16", "shard_bytes": SHARD_BYTES},
     "fp8": {"layout": "ragged", "dtype": "fp8_e4m3", "shard_bytes": SHARD_BYTES},
+    "fp32": {"layout": "ragged", "dtype": "fp32", "shard_bytes": SHARD_BYTES},
 }
 
 
@@ -47,7 +48,7 @@ def convert(source: Path, target: Path, **changes: Any) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The caches that the pipeline makes of the same twelve conversations, by form."""
     root = tmp_path_factory.mktemp("convert")
-    target = {"layer_ids": [1, 3], "compute_dtype": "bf16", "block_bytes": SHARD_BYTES}
+    target = {"layer_ids": [1, 3], "block_bytes": SHARD_BYTES}
     repository: Repository = make_repository(root / "repository", num_rows=12, target=target)
     repository.run("tokenize", "capture")
     caches = {}
@@ -71,6 +72,8 @@ def files(cache: Path) -> dict[str, bytes]:
         ("ragged", "fp8", {"dtype": "fp8_e4m3", "shard_bytes": SHARD_BYTES}),
         ("padded", "fp8", {"layout": "ragged", "dtype": "fp8_e4m3", "shard_bytes": SHARD_BYTES}),
         ("fp8", "fp8", {"shard_bytes": SHARD_BYTES}),
+        ("fp32", "padded", {"layout": "padded", "dtype": "bf16", "shard_size": 3}),
+        ("fp32", "fp8", {"dtype": "fp8_e4m3", "shard_bytes": SHARD_BYTES}),
     ],
 )
 def test_a_conversion_gives_the_bytes_of_direct_production(

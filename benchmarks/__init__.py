@@ -1,0 +1,1 @@
+"""Measurements, each a command: `python -m benchmarks.NAME`. Ratios are of one run; nothing here is a test."""
