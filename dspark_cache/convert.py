@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.cache_writer import CachePlan, cut_shards, ensure_room, resolve_shard_size, write_cache
+from dspark_cache.cache_plan import CachePlan, plan_cache, resolve_shard_size
+from dspark_cache.cache_writer import ensure_room, write_cache
 from dspark_cache.cached_rows import CachedRows
 from dspark_cache.errors import SettingsError, VerificationError
 from dspark_cache.files import file_digest, make_folder, resume_folder
-from dspark_cache.manifest import manifest_path, ragged_manifest
+from dspark_cache.manifest import manifest_path
 from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm
 from dspark_cache.schema import (
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     Advance = Callable[[int], None]
 
 DEFAULT_SHARD_BYTES = 1 << 31
+_FORM_KEYS = ("layout", "pad_token_id", "shard_samples", "complete", "format_version")
+"""Keys of a manifest that follow from the new cache's layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,42 +207,28 @@ def _choose_samples(rows: CachedRows, conversion: Conversion, advance: Advance) 
 
 
 def _plan(rows: CachedRows, conversion: Conversion, samples: list[int], dropped: int) -> CachePlan:
-    there = rows.manifest
+    there = {"layout": "padded", **rows.manifest}
     layers = conversion.layer_ids or there["target_layer_ids"]
-    layout = conversion.layout or there.get("layout", "padded")
-    width = there["hidden_size"]
     changes: dict[str, Any] = {
         "dtype": conversion.dtype or there["dtype"],
-        "layout": layout,
+        "layout": conversion.layout or there["layout"],
         "num_samples": len(samples),
         "seq_length": conversion.seq_length or there["seq_length"],
-        "target_hidden_dim": width * len(layers),
+        "target_hidden_dim": there["hidden_size"] * len(layers),
         "target_layer_ids": layers,
     }
-    form = StatesForm(dtype=changes["dtype"], hidden_dim=width * len(layers), last_dim=width)
+    changed = {key: value for key, value in changes.items() if value != there[key]}
+    manifest = {key: value for key, value in {**there, **changes}.items() if key not in _FORM_KEYS}
+    shard_bytes = conversion.shard_bytes or DEFAULT_SHARD_BYTES
     shard_size = conversion.shard_size or there.get("shard_size", AUTO)
-    limit = conversion.shard_bytes or DEFAULT_SHARD_BYTES
-    lengths = [rows.num_tokens(sample) for sample in samples]
-    shards = cut_shards(
-        lengths,
-        form,
-        changes["seq_length"],
-        shard_size=None if layout == "ragged" else shard_size,
-        shard_bytes=limit,
+    manifest["shard_size"] = resolve_shard_size(
+        shard_size, StatesForm.of(manifest), manifest["seq_length"], shard_bytes
     )
-    dropped_keys = ("layout", "pad_token_id", "shard_samples", "shard_size", "complete", "format_version")
-    kept = {key: value for key, value in there.items() if key not in dropped_keys}
-    manifest = {**kept, **{key: value for key, value in changes.items() if key != "layout"}}
-    if layout == "ragged":
-        counts = [len(shard) for shard in shards]
-        manifest = ragged_manifest(manifest, pad_token_id=rows.pad_token_id, shard_samples=counts)
-    else:
-        manifest["shard_size"] = resolve_shard_size(shard_size, form, changes["seq_length"], limit)
-    changed = {key: value for key, value in changes.items() if value != {"layout": "padded", **there}.get(key)}
-    return CachePlan(
-        manifest=manifest,
-        shards=[[samples[place] for place in shard] for shard in shards],
-        provenance=_provenance(rows, conversion, layout, changed, dropped),
+    return plan_cache(
+        manifest,
+        {sample: rows.num_tokens(sample) for sample in samples},
+        shard_bytes=shard_bytes,
+        provenance=_provenance(rows, conversion, changes["layout"], changed, dropped),
     )
 
 

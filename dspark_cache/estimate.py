@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark_cache.cache_writer import cut_shards, shard_bytes
+from dspark_cache.cache_plan import cut_shards, shard_bytes
 from dspark_cache.capture import GIB
 from dspark_cache.errors import CacheNotFoundError, InputError
 from dspark_cache.files import nearest_existing

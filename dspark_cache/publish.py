@@ -10,18 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore
-from dspark_cache.cache_writer import (
-    CachePlan,
-    SharedFile,
-    cut_shards,
-    ensure_room,
-    resolve_shard_size,
-    write_cache,
-)
+from dspark_cache.cache_plan import CachePlan, plan_cache, resolve_shard_size
+from dspark_cache.cache_writer import SharedFile, ensure_room, write_cache
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import file_digest, link_file, put_folder
 from dspark_cache.ledger import Ledger, Place, place_samples
-from dspark_cache.manifest import build_cache_manifest, ragged_manifest
+from dspark_cache.manifest import build_cache_manifest
 from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm
 from dspark_cache.schema import (
@@ -238,24 +232,13 @@ def _plan_cache(
     settings: CacheSettings,
     held_out: dict[str, Any],
 ) -> CachePlan:
-    is_ragged = settings.layout == "ragged"
     width = ledger.hidden_size
     form = StatesForm(dtype=settings.dtype, hidden_dim=width * len(ledger.layer_ids), last_dim=width)
-    shards = cut_shards(
-        [sample.num_tokens for sample in samples],
-        form,
-        tokens.seq_length,
-        shard_size=None if is_ragged else settings.shard_size,
-        shard_bytes=settings.shard_bytes,
-    )
     shard_size = resolve_shard_size(settings.shard_size, form, tokens.seq_length, settings.shard_bytes)
-    manifest = _manifest(tokens, ledger, settings.dtype, num_samples=len(samples), shard_size=shard_size)
-    if is_ragged:
-        counts = [len(shard) for shard in shards]
-        manifest = ragged_manifest(manifest, pad_token_id=tokens.pad_token_id, shard_samples=counts)
-    return CachePlan(
-        manifest=manifest,
-        shards=[[samples[position].index for position in shard] for shard in shards],
+    return plan_cache(
+        _manifest(tokens, ledger, settings.dtype, num_samples=len(samples), shard_size=shard_size),
+        {sample.index: sample.num_tokens for sample in samples},
+        shard_bytes=settings.shard_bytes,
         provenance=_provenance(tokens, ledger, settings.layout, held_out),
     )
 

@@ -36,7 +36,7 @@ from dspark_cache.verify import CacheFolder, Finding, Report, verify_cache
 if TYPE_CHECKING:
     import torch
 
-    from dspark_cache.cache_writer import CachePlan
+    from dspark_cache.cache_plan import CachePlan
     from dspark_cache.provenance import Provenance
     from dspark_cache.target import Target
 

@@ -26,6 +26,7 @@ FLOW = [
     "pins",
     "identity",
     "reader",
+    "cache_plan",
     "cache_writer",
     "loaders",
     "chat_template_hash",
