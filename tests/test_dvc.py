@@ -183,6 +183,7 @@ def test_a_changed_weight_captures_anew_and_going_back_restores_without_capturin
     assert not repository.scratch_folders()
 
 
+@pytest.mark.slow
 def test_changed_masks_and_cache_settings_load_no_target_for_capture(repository: Repository) -> None:
     blocks = repository.blocks()
     repository.set_params(cache={"dtype": "fp32", "shard_size": 5})

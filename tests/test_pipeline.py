@@ -378,6 +378,27 @@ def test_keep_blocks_false_removes_them_once_the_cache_is_verified(repository: R
     repository.run("verify")  # nothing left to remove
 
 
+def test_damage_to_a_shard_that_is_a_block_is_found_and_mended_by_capturing_that_block(repository: Repository) -> None:
+    """The remedy that docs/operations.md gives; a shard of its own is mended by `shards` alone."""
+    repository.set_params(cache={"layout": "ragged", "dtype": "fp32"})
+    repository.run("shards", "verify")
+    before = repository.digests("cache")
+    shard = repository.root / "cache/shard-000000.safetensors"
+    (block,) = (repository.root / name for name in repository.blocks())
+    assert shard.samefile(block)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    with shard.open("r+b") as file:  # in place, as a disk does
+        file.write(content)
+    repository.run("capture", "shards")
+    assert any("shard-000000.safetensors: sha256 is" in finding for finding in verification(repository))
+    repository.set_params(runtime={"check_blocks": "digest"})
+    with forwarded_samples() as rows:
+        repository.run("capture", "shards", "verify")
+    assert sum(rows) > 0
+    assert repository.digests("cache") == before
+
+
 def test_a_relabelled_cache_is_refused(repository: Repository) -> None:
     path = repository.root / "cache/manifest.json"
     path.write_text(path.read_text().replace("    1,\n    3\n", "    2,\n    3\n"))
