@@ -276,17 +276,19 @@ def plan_blocks(
 def _cut_missing(
     wanted: Mapping[str, int], held_out: int, taken: Set[str], bytes_per_token: int, block_bytes: int
 ) -> list[list[str]]:
-    """Cut the samples that are not `taken`: first those of runs that miss, then what else does, in their order."""
+    """Cut the samples that are not `taken`: those of runs that miss, and before them what else does, in their order."""
 
     def cut(keys: Sequence[str]) -> list[list[str]]:
         runs = cut_by_bytes((wanted[key] * bytes_per_token for key in keys), block_bytes)
         return [list(keys[run.start : run.stop]) for run in runs]
 
+    rest, whole = [], []
     keys = list(wanted)
-    runs = cut(keys[:held_out]) + cut(keys[held_out:])
-    whole = [run for run in runs if taken.isdisjoint(run)]
-    rest = [key for run in runs if not taken.isdisjoint(run) for key in run if key not in taken]
-    return cut(rest) + whole
+    for part in (keys[:held_out], keys[held_out:]):
+        runs = cut(part)
+        whole += [run for run in runs if taken.isdisjoint(run)]
+        rest += cut([key for run in runs if not taken.isdisjoint(run) for key in run if key not in taken])
+    return rest + whole
 
 
 def cut_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -91,7 +91,7 @@ def ensure_room(
     what: str,
     remedy: str,
 ) -> None:
-    """Refuse to begin caches that the disk has no room for; links, holes and what is finished take none.
+    """Refuse to begin caches that the disk has no room for; links on it, holes and what is finished take none.
 
     Args:
         folder: Where they are built, or will be; it exists and may be written to.
@@ -111,7 +111,9 @@ def ensure_room(
         for number, samples in enumerate(plan.shards):
             lengths = [source.num_tokens(sample) for sample in samples]
             size = shard_bytes(lengths, plan.form, plan.manifest["seq_length"], plan.layout)
-            if not _kept(folder / shard_name(number), finished) and not _shared(plan, source, samples):
+            shared = _shared(plan, source, samples)
+            is_there = shared and shared.path.stat().st_dev == folder.stat().st_dev
+            if not is_there and not _kept(folder / shard_name(number), finished):
                 needed += size.total - size.samples - size.holes * has_holes
             needed += size.samples
     ensure_free_disk(folder, needed, what=what, remedy=remedy)
@@ -219,7 +221,6 @@ class _Writer:
         shared = _shared(self._plan, self._source, samples) if self._links else None
         if shared is None:
             return None
-        path.unlink(missing_ok=True)
         if link_file(shared.path, path):
             return shared
         self._links = False

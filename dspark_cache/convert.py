@@ -23,14 +23,16 @@ from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm
 from dspark_cache.schema import (
     AUTO,
+    EVAL,
     FP8,
     READ_DTYPES,
     SIGNIFICAND_BITS,
     STAGE_VERSIONS,
     STORED_DTYPES,
+    TRAIN,
 )
 from dspark_cache.target_weights import TargetWeightsCopy
-from dspark_cache.tokens import EVAL, TRAIN, hold_out
+from dspark_cache.tokens import hold_out
 from dspark_cache.verify import CacheFolder, verify_cache
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from dspark_cache.strict_json import NOTHING, differences
 if TYPE_CHECKING:
     from dspark_cache.manifest import PathLike
 
+_SIDES = ("first", "second")
 MAX_NAMED = 10
 """Samples that are named by their indices."""
 
@@ -68,7 +69,8 @@ def diff_caches(
         pad_token_id: Id at padding, of caches that do not say.
 
     Returns:
-        `identity`: full key to both values, of what differs in manifest and provenance; `samples`: counts of `added`,
+        `identity`: full key to the values in the `first` and the `second`, of what differs in manifest and
+        provenance, without one that is absent; `samples`: counts of `added`,
         `removed` and `common` ones, indices of the first few, and whether common ones are in the same order; `masks`:
         how many of the compared samples have another mask; `drift`: state to mean and largest relative L2 of a token.
 
@@ -83,7 +85,7 @@ def diff_caches(
     masks, drift = _compare(old, new, [(places[key], new_places[key]) for key in common[::step]])
     return {
         "identity": {
-            key: [repr(value) if value is NOTHING else value for value in pair]
+            key: {side: value for side, value in zip(_SIDES, pair, strict=True) if value is not NOTHING}
             for key, *pair in differences(old.origin(), new.origin())
         },
         "samples": {
@@ -131,7 +133,10 @@ def _compare(old: _Side, new: _Side, pairs: list[tuple[int, int]]) -> tuple[int,
 
 def describe(found: dict[str, Any]) -> str:
     """Return what `diff_caches` gave as text for people."""
-    lines = [f"{key}: {left!r:.100} -> {right!r:.100}" for key, (left, right) in found["identity"].items()]
+    lines = [
+        f"{key}: " + " -> ".join(f"{values.get(side, NOTHING)!r:.100}" for side in _SIDES)
+        for key, values in found["identity"].items()
+    ]
     samples, masks = found["samples"], found["masks"]
     for name in ("removed", "added"):
         first = samples[f"{name}_first"]

@@ -238,7 +238,11 @@ def estimate_run(
     }
     chosen = forms[f"{settings.cache.layout} {settings.cache.dtype}"]
     scratch = scratch_bytes(samples, target)
-    shares_blocks = settings.cache.layout == "ragged" and settings.cache.dtype == target.compute_dtype
+    shares_blocks = (
+        (settings.cache.layout, settings.cache.dtype) == ("ragged", target.compute_dtype)
+        and settings.cache.shard_bytes == settings.target.block_bytes
+        and nearest_existing(stage.scratch).stat().st_dev == nearest_existing(stage.root).stat().st_dev
+    )
     return {
         "samples": len(samples.lengths),
         "distinct_samples": len(distinct),

@@ -33,6 +33,15 @@ def quantise(rows: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.T
     return numbers.flatten(-2), scales
 
 
+def are_scales_right(scales: torch.Tensor, states: torch.Tensor) -> bool:
+    """Say whether scales [T, k] are as `quantise` gives them for what it gave, read back as `states` [T, k * H]."""
+    fractions, exponents = torch.frexp(scales)
+    largest = states.float().view(*scales.shape, -1).abs().amax(dim=-1)
+    # A number just above half of the largest may have been rounded down to it, but no further.
+    is_too_large = (largest / scales < _LARGEST / 2) & (largest > 0) & (exponents > _MIN_EXPONENT + 1)
+    return bool(((fractions == 0.5) & ~is_too_large).all())
+
+
 def dequantise(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return states [T, k * H] in bf16 from what `quantise` gave."""
     layers = numbers.float().view(*scales.shape, -1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.files import put_json
-from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME, TARGET_WEIGHTS_NAME
+from dspark_cache.schema import EVAL, MANIFEST_NAME, PROVENANCE_NAME, TARGET_WEIGHTS_NAME, TRAIN
 from dspark_cache.strict_json import Fields, ensure_no_foreign_link, is_int, is_sha256, read_json_object
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def read_provenance(cache_dir: Path) -> Provenance | None:
         pad_token_id=fields.count("pad_token_id"),
         tokens=fields.mapping("tokens"),
         capture=fields.mapping("capture"),
-        held_out=fields.mapping("held_out") if "held_out" in values else {},
+        held_out=_held_out(fields) if "held_out" in values else {},
         conversions=_conversions(fields) if "conversions" in values else [],
         files={name: _record(name, value, fields) for name, value in fields.mapping("files").items()},
     )
@@ -145,6 +145,17 @@ def read_provenance(cache_dir: Path) -> Provenance | None:
         fields.fault(f"{DIGEST_KEY}: its content has {found}, it says {recorded}")
     fields.finish()
     return provenance
+
+
+def _held_out(fields: Fields) -> dict[str, Any]:
+    expected = f"an object with eval_samples >= 1 and part {TRAIN} or {EVAL}"
+    return fields.take("held_out", expected, _is_split) or {}
+
+
+def _is_split(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"eval_samples", "part"}:
+        return False
+    return is_int(value["eval_samples"]) and value["eval_samples"] > 0 and value["part"] in (TRAIN, EVAL)
 
 
 def _conversions(fields: Fields) -> list[dict[str, Any]]:

@@ -21,16 +21,18 @@ from dspark_cache.ragged import StatesForm
 from dspark_cache.schema import (
     DTYPE_MAP,
     EMBED_KEY,
+    EVAL,
     INPUT_IDS,
     LOSS_MASK,
     READ_DTYPES,
     STAGE_VERSIONS,
     TARGET_WEIGHTS_NAME,
+    TRAIN,
     TensorSpec,
 )
 from dspark_cache.shard_file import ShardFile
 from dspark_cache.target_weights import TargetWeightsCopy
-from dspark_cache.tokens import EVAL, TRAIN, hold_out
+from dspark_cache.tokens import hold_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

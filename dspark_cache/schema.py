@@ -95,6 +95,10 @@ AUTO: Final = "auto"
 IDENTITY_EXEMPT: Final = ("format_version", "complete")
 """Manifest keys that describe the state of the files, not what they were made from."""
 
+TRAIN: Final = "train"
+EVAL: Final = "eval"
+"""The two parts of a data set some samples of which are held out."""
+
 MANIFEST_DEFAULTS: Final[Mapping[str, bool]] = {
     "mask_reasoning_content": False,
     "mask_generation_prompt": False,

@@ -281,8 +281,9 @@ def _check_together(plain: Mapping[str, Mapping[str, Any]], params: Mapping[str,
     least, length = data.get("min_loss_tokens", 0), DataSettings().seq_length if is_default else data.get("seq_length")
     if length is not None and least > length:
         faults.append(f"data.min_loss_tokens: {least} is more than the {length} tokens of data.seq_length")
-    cache = {"layout": CacheSettings().layout, **plain.get("cache", {})}
-    if cache.get("dtype") == FP8 and cache["layout"] != "ragged":
+    cache = plain.get("cache", {})
+    layout = cache.get("layout") if "layout" in (params.get("cache") or {}) else CacheSettings().layout
+    if cache.get("dtype") == FP8 and layout == "padded":
         faults.append(f"cache.dtype: {FP8} needs cache.layout: ragged, format version 1 has no place for its scales")
 
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from dspark_cache.tokenizing import TokenizedSample
 
-TRAIN, EVAL = "train", "eval"
-"""The two parts of a data set some samples of which are held out."""
-
 TOKENS_FILE = "tokens.safetensors"
 TOKENS_JSON = "tokens.json"
 SAMPLE_KEY_DIGITS = 32

@@ -18,12 +18,14 @@ import torch
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, DsparkCacheError
 from dspark_cache.files import file_digest
+from dspark_cache.fp8 import are_scales_right
 from dspark_cache.manifest import dspark_fields, is_ragged, read_manifest, require_fields
 from dspark_cache.provenance import COUNTS, FileRecord, Provenance, read_provenance
 from dspark_cache.ragged import RaggedShape, RaggedShard, samples_name
 from dspark_cache.reader import CachedDSparkDataset, sample_specs
 from dspark_cache.schema import (
     EMBED_KEY,
+    FP8,
     HIDDEN,
     INPUT_IDS,
     LAST_HIDDEN,
@@ -32,6 +34,7 @@ from dspark_cache.schema import (
     MANIFEST_NAME,
     PROVENANCE_NAME,
     READ_DTYPES,
+    SCALES_OF,
     TARGET_WEIGHTS_NAME,
     VERIFY_LEVELS,
     TensorSpec,
@@ -253,6 +256,8 @@ def check_values(
         length = _real_length(sample) if expected is None else len(expected(index)[0])
         supervision.add(index, sample, length)
         faults = _range_faults(sample, length, cache)
+        if cache.manifest["dtype"] == FP8:
+            faults += _scale_faults(sample, dataset, index)
         if expected is not None:
             faults += _token_faults(sample, *expected(index))
         for fault in faults:
@@ -318,6 +323,15 @@ def _range_faults(sample: dict[str, torch.Tensor], length: int, cache: CacheFold
     if bool((sample[LAST_HIDDEN][:length] == 0).all(dim=-1).any()):
         faults.append(f"{LAST_HIDDEN} is all zero at a real token")
     return faults
+
+
+def _scale_faults(sample: dict[str, torch.Tensor], dataset: CachedDSparkDataset, index: int) -> list[str]:
+    length = dataset.stored_length(index)
+    return [
+        f"{scales} are not the smallest powers of two with which the states fit"
+        for key, scales in SCALES_OF.items()
+        if not are_scales_right(dataset.stored_rows(scales, index, 0, length), sample[key][:length])
+    ]
 
 
 def _token_faults(sample: dict[str, torch.Tensor], ids: torch.Tensor, mask: torch.Tensor) -> list[str]:

@@ -25,12 +25,12 @@ from dspark_cache.recompute import (
     read_recomputed,
     recompute_sample,
 )
-from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME
+from dspark_cache.schema import EVAL, MANIFEST_NAME, PROVENANCE_NAME, TRAIN
 from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext
 from dspark_cache.strict_json import differences
 from dspark_cache.target import load_target, read_target_facts, target_folder
 from dspark_cache.target_weights import read_target_weight_modules
-from dspark_cache.tokens import EVAL, TRAIN, Tokens, sample_key
+from dspark_cache.tokens import Tokens, sample_key
 from dspark_cache.verify import CacheFolder, Finding, Report, verify_cache
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ CACHES: list[dict[str, Any]] = [
     {"layout": "ragged", "dtype": "fp16", "shard_bytes": 400_000},
     {"layout": "ragged", "dtype": "fp8_e4m3", "shard_bytes": 400_000},
     {"layout": "ragged", "dtype": "fp32", "shard_bytes": 400_000},
+    {"layout": "ragged", "dtype": "fp32", "shard_bytes": 300_000},
 ]
 ROWS = 32
 
@@ -60,6 +61,8 @@ def test_the_bytes_of_a_run_are_known_before_it_within_one_percent(captured: Rep
     blocks = sum(sizes(folder, "*.safetensors") for folder in captured.scratch_folders())
     assert found["scratch_bytes"] == pytest.approx(blocks, rel=0.01)
     held = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    are_linked = {path.stat().st_nlink == 2 for path in folder.glob("shard-*")} == {True}
+    assert found["shards_are_links_to_blocks"] is are_linked
     slack = 4096 * (2 * found["samples"] + 2 * found["shards"] + 8)
     assert abs(held - found["cache_held_bytes"]) < slack
 
