@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from dspark_cache.files import FinishedParts
 
 CHUNK_BYTES = 1 << 26
+_SAFE_SCALE = 2.0**118
+"""With a larger one the largest 8-bit number is more than bf16 has."""
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +304,8 @@ class _Writer:
     def _quantise(self, key: str, rows: torch.Tensor, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
         rounded = rows.to(READ_DTYPES[FP8])
         numbers, scales = quantise(rounded, rows.shape[1] // self._form.last_dim)
-        self._ensure_fits(key, rows, rounded if rounded.isinf().any() else dequantise(numbers, scales), sample)
+        is_near_the_end = bool((scales > _SAFE_SCALE).any()) and bool(torch.isfinite(rounded).all())
+        self._ensure_fits(key, rows, dequantise(numbers, scales) if is_near_the_end else rounded, sample)
         return numbers, scales
 
     def _ensure_fits(self, key: str, rows: torch.Tensor, cast: torch.Tensor, sample: int) -> None:

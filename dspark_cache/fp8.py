@@ -7,6 +7,8 @@ bf16 first, so that it is the same whether a cache was made from captured states
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from dspark_cache.schema import FP8, STORED_DTYPES
@@ -17,20 +19,21 @@ _MIN_EXPONENT = -100
 
 
 def quantise(rows: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round states [T, k * H] in bf16 of k = `num_layers` layers to 8 bits.
+    """Round states [T, k * H] of k = `num_layers` layers to 8 bits.
 
-    All numbers must be finite: torch would round an infinity to the largest number there is.
+    All numbers must be finite in bf16: torch would round an infinity to the largest number there is.
 
     Returns:
         The numbers, float8_e4m3fn [T, k * H], and the scales, float32 [T, k].
     """
-    layers = rows.float().view(len(rows), num_layers, -1)
-    largest = layers.abs().amax(dim=-1)
+    layers = rows.to(torch.bfloat16).view(len(rows), num_layers, -1)
+    smallest, largest = layers.aminmax(dim=-1)
+    largest = torch.maximum(largest, -smallest).float()
     fraction, exponent = torch.frexp(largest / _LARGEST)
     exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp_min(_MIN_EXPONENT)
-    scales = torch.ldexp(torch.ones_like(largest), exponent)
-    numbers = (layers / scales[..., None]).to(STORED_DTYPES[FP8])
-    return numbers.flatten(-2), scales
+    one = torch.ones_like(largest)
+    numbers = layers * torch.ldexp(one, -exponent).to(torch.bfloat16)[..., None]
+    return numbers.to(STORED_DTYPES[FP8]).flatten(-2), torch.ldexp(one, exponent)
 
 
 def are_scales_right(scales: torch.Tensor, states: torch.Tensor) -> bool:
@@ -43,6 +46,14 @@ def are_scales_right(scales: torch.Tensor, states: torch.Tensor) -> bool:
 
 
 def dequantise(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return states [T, k * H] in bf16 from what `quantise` gave."""
-    layers = numbers.float().view(*scales.shape, -1)
-    return (layers * scales[..., None]).flatten(-2).to(torch.bfloat16)
+    """Return states [T, k * H] in bf16 from what `quantise` gave; k * H is even."""
+    pairs = numbers.view(torch.int16).int().bitwise_and_(0xFFFF)
+    states = torch.index_select(_decoded_pairs(), 0, pairs.flatten()).view(torch.bfloat16)
+    return states.view(*scales.shape, -1).mul_(scales.to(torch.bfloat16)[..., None]).flatten(-2)
+
+
+@cache
+def _decoded_pairs() -> torch.Tensor:
+    """Return the bf16 numbers of every two bytes, int32 [65536]; torch's own conversion takes three times as long."""
+    one = torch.arange(256, dtype=torch.uint8).view(STORED_DTYPES[FP8]).to(torch.bfloat16)
+    return torch.stack([one.repeat(256), one.repeat_interleave(256)], dim=1).view(torch.int32).flatten()

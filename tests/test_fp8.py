@@ -39,7 +39,7 @@ def test_what_is_read_is_exactly_number_times_scale_and_scales_are_powers_of_two
 
 
 @pytest.mark.parametrize(
-    ("largest", "scale", "number"), [(448.0, 1.0, 448.0), (449.0, 2.0, 224.0), (224.0, 0.5, 448.0)]
+    ("largest", "scale", "number"), [(448.0, 1.0, 448.0), (450.0, 2.0, 224.0), (224.0, 0.5, 448.0)]
 )
 def test_the_scale_is_the_smallest_with_which_the_largest_number_fits(
     largest: float, scale: float, number: float

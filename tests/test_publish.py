@@ -378,6 +378,21 @@ def test_a_value_too_large_for_the_dtype_is_refused_by_sample_and_layer(
     )
 
 
+@pytest.mark.parametrize("value", [3.4e38, 3.38e38])
+def test_a_value_that_8_bits_cannot_hold_is_refused(work: Publication, value: float) -> None:
+    """The first is no bf16 number; the second is one, and is rounded up out of bf16's range."""
+    block = work.ledger.blocks[0]
+    states = load_file(work.store.path(block.name))[HIDDEN]
+    states[block.lengths[0], 5] = value
+    work.doctor_block(0, **{HIDDEN: states})
+    with pytest.raises(CaptureError) as error:
+        work.publish(dtype="fp8_e4m3", layout="ragged")
+    assert str(error.value) == (
+        f"sample 1: layer 1, with values up to {value:.6g}, does not fit into cache.dtype fp8_e4m3: "
+        "use cache.dtype: bf16 or fp32"
+    )
+
+
 def test_blocks_that_are_gone_are_named_with_the_ways_out(work: Publication) -> None:
     gone = [work.store.path(block.name) for block in work.ledger.blocks]
     gone[0].unlink()
