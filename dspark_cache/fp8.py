@@ -46,9 +46,12 @@ def are_scales_right(scales: torch.Tensor, states: torch.Tensor) -> bool:
 
 
 def dequantise(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return states [T, k * H] in bf16 from what `quantise` gave; k * H is even."""
-    pairs = numbers.view(torch.int16).int().bitwise_and_(0xFFFF)
-    states = torch.index_select(_decoded_pairs(), 0, pairs.flatten()).view(torch.bfloat16)
+    """Return states [T, k * H] in bf16 from what `quantise` gave."""
+    if numbers.shape[1] % 2:
+        states = numbers.to(torch.bfloat16)
+    else:
+        pairs = numbers.view(torch.int16).int().bitwise_and_(0xFFFF)
+        states = torch.index_select(_decoded_pairs(), 0, pairs.flatten()).view(torch.bfloat16)
     return states.view(*scales.shape, -1).mul_(scales.to(torch.bfloat16)[..., None]).flatten(-2)
 
 

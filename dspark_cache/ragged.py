@@ -181,8 +181,9 @@ class RaggedShard:
             sample[key][: stop - start] = self._tokens.read_rows(key, start, stop)
         for key in (HIDDEN, LAST_HIDDEN):
             width = self._states.places[key].spec.shape[1]
-            sample[key] = torch.zeros(positions, width, dtype=READ_DTYPES[self._shape.form.dtype])
+            sample[key] = torch.empty(positions, width, dtype=READ_DTYPES[self._shape.form.dtype])
             self._read_states(key, start, sample[key][: stop - start])
+            sample[key][stop - start :] = 0
         return sample
 
     def _read_states(self, key: str, start: int, into: torch.Tensor) -> None:

@@ -49,6 +49,17 @@ def test_the_scale_is_the_smallest_with_which_the_largest_number_fits(
     assert float(numbers[0, 0]) == number
 
 
+@pytest.mark.parametrize("width", [256, 255])
+def test_every_byte_is_read_as_torch_reads_it(width: int) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8)[:width].repeat(2, 1)
+    numbers[1] = numbers[1].flip(0)
+    scales = torch.tensor([[1.0], [0.25]])
+    read = dequantise(numbers.view(torch.float8_e4m3fn), scales).float()
+    expected = numbers.view(torch.float8_e4m3fn).float() * scales
+    assert torch.equal(read.isnan(), expected.isnan())
+    assert torch.equal(read.nan_to_num(), expected.nan_to_num())
+
+
 def test_zero_stays_zero() -> None:
     numbers, scales = quantise(torch.zeros(2, 4), 1)
     assert not bool(numbers.float().any())
