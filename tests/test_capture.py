@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
+import shutil
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -516,6 +518,30 @@ def test_one_block_of_host_memory_is_enough(tmp_path: Path) -> None:
     run = Run(tmp_path, make_samples())
     blocks = run(runtime=RuntimeSettings(host_memory_gb=46 * BYTES_PER_TOKEN / 2**30, max_tokens_per_batch=64))
     assert len(blocks) == 3
+
+
+def test_too_little_disk_is_refused_before_the_target_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, make_samples())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1))
+    with pytest.raises(SettingsError) as error:
+        run()
+    found = re.fullmatch(
+        rf"(\d+) bytes of captured states are to be written to {run.store.folder}, where 1 are free: make room, set "
+        "runtime.scratch_dir to another disk, or runtime.check_disk: false",
+        str(error.value),
+    )
+    assert found is not None
+    assert run.asked == ["environment"]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=int(found[1])))
+    blocks = run()
+    assert sum(run.store.path(name).stat().st_size for name in blocks) == int(found[1])
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=0))
+    assert run() == blocks  # nothing is missing
+    unchecked = Run(tmp_path / "other", make_samples())
+    assert len(unchecked(runtime=RuntimeSettings(max_tokens_per_batch=64, check_disk=False))) == len(blocks)
 
 
 class SmallDevice(Capturer):
