@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dspark_cache.cache_plan import CachePlan, shard_bytes
-from dspark_cache.errors import CaptureError
+from dspark_cache.errors import CacheFormatError, CaptureError
 from dspark_cache.files import dump_json, ensure_free_disk, keeps_holes, link_file, put_file
 from dspark_cache.fp8 import dequantise, quantise
 from dspark_cache.manifest import version_of, write_manifest
@@ -175,7 +175,10 @@ def _kept(path: Path, finished: FinishedParts | None) -> FileRecord | None:
     """Return the record of a file that an earlier run has finished and that is still there."""
     if finished is None or path.name not in finished.records:
         return None
-    record = FileRecord.of_json(finished.records[path.name])
+    try:
+        record = FileRecord.parse(path.name, finished.records[path.name])
+    except CacheFormatError:
+        return None
     is_there = path.is_file() and path.stat().st_size == record.num_bytes
     return record if is_there else None
 

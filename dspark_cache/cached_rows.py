@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -78,6 +78,13 @@ class CachedRows:
                 f"tokenizer's pad_token_id, or 0 if it has none; the first samples end in the ids {last}"
             )
         return int(found)
+
+    def stamps(self) -> list[list[Any]]:
+        """Return name, size and time of change of the files of a cache that records no digests; else nothing."""
+        if self.folder.provenance is not None:
+            return []
+        entries = sorted(self.folder.path.iterdir())
+        return [[entry.name, entry.stat().st_size, entry.stat().st_mtime_ns] for entry in entries]
 
     def num_tokens(self, sample: int) -> int:
         """Return the tokens of a sample that are kept."""

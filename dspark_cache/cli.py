@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.errors import DsparkCacheError, LockedError, SettingsError, VerificationError
+from dspark_cache.errors import DsparkCacheError, LockedError, SettingsError, Terminated, VerificationError
 from dspark_cache.schema import AUTO, PROVENANCE_NAME, STORED_DTYPES, VERIFY_LEVELS, VERSION
 
 if TYPE_CHECKING:
@@ -24,18 +25,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0 done, 1 refused (the reason is on stderr), 2 wrong usage, 130 interrupted.
+        The exit code: 0 done, 1 refused (the reason is on stderr), 2 wrong usage, 130 interrupted, 143 terminated.
     """
     parsed = _parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        with _terminated_by_exception():
+            parsed.run(parsed)
     except (DsparkCacheError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return 143
     return 0
+
+
+@contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that what was begun is put in order."""
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # ignored, or handled by whoever calls `main`
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     clean.add_argument("--yes", action="store_true", help="do not ask")
     clean.add_argument("--all", action="store_true", help="remove the current capture's blocks as well")
     clean.add_argument("--break-lock", action="store_true", help="forget the holder of a lock on a host that is gone")
+    clean.add_argument("folders", type=Path, nargs="*", help="with --break-lock: what conversions make")
     clean.set_defaults(run=_clean)
     return parser
 
@@ -262,17 +285,18 @@ def _doctor(parsed: argparse.Namespace) -> None:
 
 def _clean(parsed: argparse.Namespace) -> None:
     from dspark_cache.blocks import scratch_folders
-    from dspark_cache.files import break_lock
+    from dspark_cache.files import break_lock, building_lock
     from dspark_cache.stage import writer_locks
 
-    scratch = _scratch()
-    kept = None if parsed.all else _current_folder(scratch)
-    folders = [(folder, size) for folder, size in scratch_folders(scratch) if folder != kept]
     if parsed.break_lock:
-        for lock in writer_locks(Path(), scratch):
+        locks = [building_lock(folder) for folder in parsed.folders] or writer_locks(Path(), _scratch())
+        for lock in locks:
             if break_lock(lock):
                 print(f"forgot the holder of {lock}")
         return
+    scratch = _scratch()
+    kept = None if parsed.all else _current_folder(scratch)
+    folders = [(folder, size) for folder, size in scratch_folders(scratch) if folder != kept]
     for folder, size in folders:
         print(f"{size / GIB:10.3f} GiB  {folder}")
     if not folders:

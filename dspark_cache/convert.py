@@ -100,7 +100,7 @@ def convert_cache(
         CacheNotFoundError, CacheFormatError: The source is not whole.
         SettingsError: The conversion cannot be made of this source, or the disk is too full.
         CaptureError: A state that does not fit into the new dtype.
-        VerificationError: The new cache has findings; it stays where it is built.
+        VerificationError: The new cache has findings; nothing of it is kept.
         LockedError: Another process is writing the same cache.
     """
     source, target = Path(source), Path(target)
@@ -120,7 +120,7 @@ def convert_cache(
     dtype = READ_DTYPES[plan.manifest["dtype"]]
     weights = TargetWeightsCopy(rows.open_weights(), dtype, tied_once=plan.layout == "ragged")
     make_folder(target.absolute().parent)
-    with resume_folder(target, _key_of(plan)) as (folder, finished):
+    with resume_folder(target, _key_of(plan, rows)) as (folder, finished):
         if check_disk:
             remedy = "choose another form or disk, or pass --no-check-disk"
             ensure_room(folder, [plan], rows, weights.num_bytes, finished, what=f"{target.name}/", remedy=remedy)
@@ -131,8 +131,12 @@ def convert_cache(
         with progress("verify", len(plan.shards), "shards") as advance:
             report = verify_cache(CacheFolder(folder), "values", num_threads=num_threads, advance=advance)
         if report.findings:
+            finished.forget()
             listed = "\n  ".join(str(finding) for finding in report.findings[:20])
-            raise VerificationError(f"the cache made in {folder} has {len(report.findings)} finding(s):\n  {listed}")
+            raise VerificationError(
+                f"the cache made of {source} had {len(report.findings)} finding(s) and was removed: mend the source or "
+                f"this disk and run again:\n  {listed}"
+            )
 
 
 def _check_conversion(manifest: dict[str, Any], conversion: Conversion) -> None:
@@ -265,8 +269,8 @@ def _provenance(
     )
 
 
-def _key_of(plan: CachePlan) -> str:
+def _key_of(plan: CachePlan, rows: CachedRows) -> str:
     """Return what tells one conversion from another: a later run goes on only with what the same one began."""
     content = {"manifest": plan.manifest, "shards": [list(shard) for shard in plan.shards]}
-    text = json.dumps([content, plan.provenance.origin()], sort_keys=True)
+    text = json.dumps([content, plan.provenance.origin(), rows.stamps()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

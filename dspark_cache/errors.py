@@ -61,5 +61,9 @@ class LockedError(DsparkCacheError, BlockingIOError):
     """Another process holds the lock on what this one would write."""
 
 
+class Terminated(BaseException):
+    """SIGTERM arrived; no error, as KeyboardInterrupt is none."""
+
+
 class VerificationError(DsparkCacheError, ValueError):
     """A cache was verified and has findings."""

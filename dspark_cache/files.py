@@ -58,12 +58,17 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _sync_folder(path: Path) -> None:
+    with naming(path):
+        _sync(path)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and the parents it lacks, so that they survive a power loss with what is put into them."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
+        _sync_folder(folder.parent)
 
 
 def write_exactly(descriptor: int, view: memoryview, offset: int) -> None:
@@ -92,7 +97,7 @@ def file_digest(path: Path) -> str:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Name `path` in the error of a system call that knew its descriptor only."""
     try:
         yield
@@ -112,7 +117,7 @@ def put_file(path: Path) -> Iterator[Path]:
     Raises:
         OSError: The disk is full, read-only or failing; it names `path`, which is as it was.
     """
-    with _naming(path):
+    with naming(path):
         temporary, mode = _create_temporary(path)
         try:
             yield temporary
@@ -201,7 +206,7 @@ def link_file(source: Path, path: Path) -> bool:
         if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
             return False
         raise
-    _sync(path.parent)
+    _sync_folder(path.parent)
     return True
 
 
@@ -247,7 +252,7 @@ def put_folder(path: Path) -> Iterator[Path]:
             _settle(path)
             shutil.rmtree(building, ignore_errors=True)
             raise
-        _sync(path.parent)
+        _sync_folder(path.parent)
         _settle(path)
 
 
@@ -270,10 +275,14 @@ class FinishedParts:
     def add(self, name: str, record: dict[str, Any]) -> None:
         """Record a file that is durably in place."""
         self.records[name] = record
-        with self._path.open("a") as file:
+        with naming(self._path), self._path.open("a") as file:
             file.write(json.dumps([name, record]) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def forget(self) -> None:
+        """Let no later run go on with what is there."""
+        self.records.clear()
 
 
 def _read_parts(path: Path, key: str) -> dict[str, Any]:
@@ -281,7 +290,7 @@ def _read_parts(path: Path, key: str) -> dict[str, Any]:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         return dict(lines[1:]) if lines[:1] == [key] else {}
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError, RecursionError):
         return {}
 
 
@@ -289,7 +298,7 @@ def _read_parts(path: Path, key: str) -> dict[str, Any]:
 def resume_folder(path: Path, key: str) -> Iterator[tuple[Path, FinishedParts]]:
     """Give a folder to fill as `put_folder` does, with the files that a killed or failed run with the same `key` left.
 
-    If the block raises, what it finished stays for the next run; `path` is as it was.
+    If the block raises, what it finished stays for the next run, unless it forgets that; `path` is as it was.
 
     Raises:
         LockedError: Another process is building the same folder.
@@ -299,10 +308,12 @@ def resume_folder(path: Path, key: str) -> Iterator[tuple[Path, FinishedParts]]:
     record = path.with_name(f".{path.name}{BUILDING_SUFFIX}.jsonl")
     with FileLock(building_lock(path)):
         _settle(path)
+        remove_temporaries(path.parent, f"{record.name}-")
         parts = FinishedParts(record, key)
         if not parts.records or not building.is_dir() or building.is_symlink():
             _remove(building)
             building.mkdir()
+            _sync_folder(path.parent)
         remove_temporaries(building)
         try:
             yield building, parts
@@ -313,7 +324,7 @@ def resume_folder(path: Path, key: str) -> Iterator[tuple[Path, FinishedParts]]:
                 _remove(building)
                 record.unlink(missing_ok=True)
             raise
-        _sync(path.parent)
+        _sync_folder(path.parent)
         record.unlink()
         _settle(path)
 
@@ -409,7 +420,7 @@ class FileLock:
         make_folder(self._path.parent)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            with _naming(self._path):
+            with naming(self._path):
                 _lock(descriptor, self._path)
                 _write_holder(descriptor)
         except BaseException:
@@ -422,8 +433,11 @@ class FileLock:
     def __exit__(self, *_: object) -> None:
         """Release the lock."""
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            self.forget()
+            try:
+                with naming(self._path):
+                    os.ftruncate(self._descriptor, 0)
+            finally:
+                self.forget()
 
     def forget(self) -> None:
         """Close the descriptor without releasing what another process may hold through it."""

@@ -50,10 +50,16 @@ class FileRecord:
         return {"bytes": self.num_bytes, "sha256": self.sha256, **self.counts}
 
     @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> FileRecord:
-        """Return the record that `as_json` gave."""
-        counts = {key: values[key] for key in COUNTS if key in values}
-        return cls(num_bytes=values["bytes"], sha256=values["sha256"], counts=counts)
+    def parse(cls, name: str, value: Any) -> FileRecord:
+        """Check what should be what `as_json` gave for the file `name`.
+
+        Raises:
+            CacheFormatError: It is not.
+        """
+        fields = Fields({}, name=name)
+        record = _record(name, value, fields)
+        fields.finish()
+        return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

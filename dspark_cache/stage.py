@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ruamel.yaml import YAML
 
 from dspark_cache.blocks import LOCK_NAME, scratch_folders
-from dspark_cache.errors import DsparkCacheError, SettingsError
+from dspark_cache.errors import DsparkCacheError, SettingsError, Terminated
 from dspark_cache.files import building_lock
 from dspark_cache.inputs import Fingerprints, Input, locate_inputs
 from dspark_cache.publish import eval_folder
@@ -92,10 +92,6 @@ def _check_version(name: str, path: Path) -> None:
             f"{path}: {name} is {found!r}, the installed library gives outputs of version {STAGE_VERSIONS[name]}: "
             f"write {name}: {STAGE_VERSIONS[name]} there and run dvc repro"
         )
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived."""
 
 
 class _Signals:

@@ -10,13 +10,14 @@ import hashlib
 import logging
 from array import array
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError, RowError, SettingsError
-from dspark_cache.files import byte_view, put_file, put_json
+from dspark_cache.files import byte_view, naming, put_file, put_json
 from dspark_cache.loss_masks import common_prefix
 from dspark_cache.schema import INPUT_IDS, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS, TensorSpec
 from dspark_cache.shard_file import ShardFile, ShardWriter
@@ -145,14 +146,17 @@ class TokensWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the plain files."""
-        self._ids.close()
-        self._mask.close()
+        """Close the plain files; what could not be flushed to them is an error of `add` or `finish`."""
+        for part in (self._ids, self._mask):
+            with suppress(OSError):
+                part.close()
 
     def add(self, sample: TokenizedSample) -> None:
         """Append one sample."""
-        self._ids.write(array("i", sample.input_ids).tobytes())
-        self._mask.write(bytes(sample.loss_mask))
+        with naming(self._ids_path):
+            self._ids.write(array("i", sample.input_ids).tobytes())
+        with naming(self._mask_path):
+            self._mask.write(bytes(sample.loss_mask))
         self._offsets.append(self._offsets[-1] + len(sample.input_ids))
         self.counts.add(sample)
 

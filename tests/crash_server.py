@@ -1,5 +1,7 @@
 """A warmed process from which stages are forked, each under a fault layer: importing torch costs more than a stage.
 
+A job's command is the name of a stage, or what follows `dspark-cache` on a command line.
+
 Jobs come as JSON lines on stdin, answers go as JSON lines to stdout.
 """
 
@@ -12,32 +14,41 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import chdir
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tests.fault_layer import FaultLayer, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STAGES = ("tokenize", "capture", "shards")
 
 
 def serve() -> None:
     """Warm up in the repository given as first argument, then run jobs."""
+    from dspark_cache import cli
     from dspark_cache.stage import run_stage
 
     modules = {name: __import__(f"stages.{name}", fromlist=["main"]) for name in STAGES}
-    with chdir(sys.argv[1]):
+    with chdir(sys.argv[1]), redirect_stdout(sys.stderr):
         for module in modules.values():
             module.main()
+        assert cli.main(["convert", "cache", "warm", "--layout", "ragged", "--dtype", "fp8_e4m3"]) == 0
     sys.stdout.write("ready\n")
     sys.stdout.flush()
+
+    def run(command: str) -> int:
+        name, *arguments = command.split()
+        return run_stage(modules[name].main) if name in modules else cli.main([name, *arguments])
 
     def fork(job: dict[str, Any]) -> int:
         child = os.fork()
         if not child:
             code = 70
             try:
-                code = _run(job, lambda: run_stage(modules[job["stage"]].main))
+                code = _run(job, lambda: run(job["command"]))
             finally:
                 os._exit(code)
         return child
@@ -57,7 +68,7 @@ def serve() -> None:
         sys.stdout.flush()
 
 
-def _run(job: dict[str, Any], stage: Any) -> int:
+def _run(job: dict[str, Any], main: Callable[[], int]) -> int:
     work = Path(job["work"])
     errors = os.open(work / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(errors, 2)
@@ -69,7 +80,7 @@ def _run(job: dict[str, Any], stage: Any) -> int:
     layer.install()
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_bytes"] or unlimited[0], unlimited[1]))
-    code = int(stage())
+    code = main()
     for thread in threading.enumerate():  # as an interpreter does before it ends
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -80,7 +91,7 @@ def _run(job: dict[str, Any], stage: Any) -> int:
 
 def _job(
     root: Path,
-    stage: str,
+    command: str,
     work: Path,
     plan: dict[str, Any],
     file_bytes: int | None = None,
@@ -88,7 +99,7 @@ def _job(
 ) -> dict[str, Any]:
     return {
         "root": str(root),
-        "stage": stage,
+        "command": command,
         "work": str(work),
         "plan": plan,
         "file_bytes": file_bytes,
@@ -131,29 +142,29 @@ class CrashServer:
     def run(
         self,
         root: Path,
-        stage: str,
+        command: str,
         work: Path,
         *,
         file_bytes: int | None = None,
         environment: dict[str, str] | None = None,
         **plan: Any,
     ) -> int:
-        """Run a stage in `root` and return the exit code.
+        """Run a command in `root` and return the exit code.
 
         Args:
-            root: The repository.
-            stage: Name of the stage.
+            root: The repository, or whatever folder the command works in.
+            command: A stage, or a command line of `dspark-cache`.
             work: An empty folder, for `stderr`, `points.json`, and what the layer keeps.
             file_bytes: Largest file that the process may write.
             environment: More variables.
             plan: Of the fault layer.
         """
-        return self._answer(_job(root, stage, work, plan, file_bytes, environment))["code"]
+        return self._answer(_job(root, command, work, plan, file_bytes, environment))["code"]
 
-    def run_two(self, root: Path, stages: tuple[str, str], works: tuple[Path, Path], point: int) -> dict[str, int]:
-        """Stop a stage at a point, run another, let the first go on: exit codes and the pid of the first."""
-        first = _job(root, stages[0], works[0], {"point": point, "action": "SIGSTOP"})
-        return self._answer({**first, "second": _job(root, stages[1], works[1], {})})
+    def run_two(self, root: Path, commands: tuple[str, str], works: tuple[Path, Path], point: int) -> dict[str, int]:
+        """Stop a command at a point, run another, let the first go on: exit codes and the pid of the first."""
+        first = _job(root, commands[0], works[0], {"point": point, "action": "SIGSTOP"})
+        return self._answer({**first, "second": _job(root, commands[1], works[1], {})})
 
     def __enter__(self) -> Self:
         return self

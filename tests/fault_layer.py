@@ -1,7 +1,7 @@
 """A layer between a stage and the disk that counts what the stage does to files, and kills it or fails it there.
 
-It replaces, in one process, the functions of `os` and `fcntl` that change files; the library calls nothing else. A
-point is one such call on a path inside the repository. At a chosen point the process is killed, signalled, or the
+It replaces, in one process, the functions of `os`, `io` and `fcntl` that change files; the library calls nothing else.
+A point is one such call on a path inside the repository. At a chosen point the process is killed, signalled, or the
 call fails. When it is killed the layer leaves behind what a power loss would leave: it knows which contents and which
 folder entries were flushed.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import re
@@ -23,9 +24,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATH_CALLS = ("mkdir", "rmdir", "unlink", "chmod")
-RENAMES = ("rename", "replace")
-DESCRIPTOR_CALLS = ("pwrite", "ftruncate", "fsync")
+PATH_CALLS = ("mkdir", "rmdir", "unlink", "chmod", "truncate")
+NAMINGS = ("rename", "replace", "link")
+WRITES = ("pwrite", "write")
+OS_DESCRIPTOR_CALLS = ("pwrite", "ftruncate", "fsync")
+DESCRIPTOR_CALLS = (*OS_DESCRIPTOR_CALLS, "write")
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 SMALL = 1 << 16
 LIBRARY = "dspark_cache"
@@ -87,9 +90,10 @@ class FaultLayer:
         self._durable = _Tree()
         self._number = 0
         self._real: dict[str, Callable[..., Any]] = {
-            name: getattr(os, name) for name in ("open", *PATH_CALLS, *RENAMES, *DESCRIPTOR_CALLS)
+            name: getattr(os, name) for name in ("open", *PATH_CALLS, *NAMINGS, *OS_DESCRIPTOR_CALLS)
         }
         self._flock = fcntl.flock
+        self._stream = io.open
         store.mkdir(parents=True)
         self._take_all(self._root)
 
@@ -121,13 +125,14 @@ class FaultLayer:
 
     def install(self) -> None:
         """Replace the functions."""
-        os.open = self._open  # type: ignore[assignment]
+        os.open = self._open
+        io.open = self._open_stream  # type: ignore[assignment]
         fcntl.flock = self._locking  # type: ignore[assignment]
         for name in PATH_CALLS:
             setattr(os, name, self._on_path(name))
-        for name in RENAMES:
-            setattr(os, name, self._on_rename(name))
-        for name in DESCRIPTOR_CALLS:
+        for name in NAMINGS:
+            setattr(os, name, self._on_naming(name))
+        for name in OS_DESCRIPTOR_CALLS:
             setattr(os, name, self._on_descriptor(name))
 
     def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -143,6 +148,24 @@ class FaultLayer:
             self._durable.contents.pop(os.fstat(descriptor).st_ino, None)
         return descriptor
 
+    def _open_stream(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        **more: Any,
+    ) -> Any:
+        """Open as `io.open` does; what is written inside goes through the layer when its buffer is flushed."""
+        is_write = not isinstance(file, int) and set(mode) & set("wax+") and self._is_inside(self._full(file, None))
+        if not is_write:
+            return self._stream(file, mode, buffering, encoding, errors, newline, **more)
+        raw = _Stream(self, file, mode)
+        buffer = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding, errors, newline)
+
     def _on_path(self, name: str) -> Callable[..., Any]:
         def call(path: Any, *arguments: Any, dir_fd: int | None = None, **more: Any) -> Any:
             full = self._full(path, dir_fd)
@@ -157,7 +180,7 @@ class FaultLayer:
 
         return call
 
-    def _on_rename(self, name: str) -> Callable[..., Any]:
+    def _on_naming(self, name: str) -> Callable[..., Any]:
         def call(source: Any, target: Any, **more: Any) -> Any:
             full = self._full(target, None)
             if not self._is_inside(full):
@@ -179,12 +202,15 @@ class FaultLayer:
                 full,
                 lambda: self._real["pwrite"](descriptor, arguments[0][: len(arguments[0]) // 2], arguments[1]),
             )
-            result = self._real[name](descriptor, *arguments)
-            if name == "fsync":
-                self._flushed(descriptor)
-            return result
+            if name == "fsync":  # what it does on a disk nobody sees here
+                return self._flushed(descriptor)
+            return self._real[name](descriptor, *arguments)
 
         return call
+
+    def on_write(self, path: str, write_half: Callable[[], object]) -> None:
+        """Be told of a write to a stream."""
+        self._point("write", self._full(path, None), write_half)
 
     def _locking(self, descriptor: int, operation: int) -> None:
         full = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -223,7 +249,7 @@ class FaultLayer:
         if number != self._plan.point and not (self._failing and _fails(call, action)):
             return
         if action == "torn":
-            if call == "pwrite" and write_half:
+            if call in WRITES and write_half:
                 write_half()
             self._die()
         elif action == "SIGKILL":
@@ -273,9 +299,22 @@ class FaultLayer:
         log.write_text(json.dumps([asdict(point) for point in self.points]))
 
 
+class _Stream(io.FileIO):
+    """A file opened by `open`, whose opening and writes are points."""
+
+    def __init__(self, layer: FaultLayer, path: Any, mode: str) -> None:
+        super().__init__(path, mode.replace("t", ""), opener=lambda path, flags: os.open(path, flags, 0o666))
+        self._layer = layer
+
+    def write(self, data: Any) -> int:
+        write = super().write
+        self._layer.on_write(os.fspath(self.name), lambda: write(data[: len(data) // 2]))
+        return write(data)
+
+
 def _fails(call: str, action: str) -> bool:
     """Say whether a call goes on failing once the disk is full, or read-only."""
-    return call in ("create", "mkdir", "pwrite") if action == "ENOSPC" else call not in ("flock", "fsync")
+    return call in ("create", "mkdir", *WRITES) if action == "ENOSPC" else call not in ("flock", "fsync")
 
 
 def _site() -> str:

@@ -319,6 +319,20 @@ def test_the_lock_on_an_output_is_broken_too(folders: list[Path], name: str) -> 
         assert left(folders) == [True, True, True]
 
 
+def test_the_lock_of_a_conversion_is_broken_by_the_folder_it_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is no params.yaml too."""
+    monkeypatch.chdir(tmp_path)
+    lock = tmp_path / "there/.padded.building.lock"
+    lock.parent.mkdir()
+    lock.write_text(json.dumps({"host": "gone.invalid", "pid": 5}))
+    assert main(["clean", "--break-lock", "there/padded"]) == 0
+    assert capsys.readouterr().out == "forgot the holder of there/.padded.building.lock\n"
+    with FileLock(lock):
+        pass
+
+
 # verify
 
 

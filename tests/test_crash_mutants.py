@@ -24,8 +24,6 @@ LINES = re.compile(
 )
 MODULES = ("files", "capture_run", "publish")
 ELSEWHERE = {
-    "resume_folder": "tests/test_convert.py",  # conversions are no stage
-    "link_file": "tests/test_publish.py",
     "break_lock": "tests/test_files.py",  # `dspark-cache clean` alone breaks locks
     "temporary_folder": "tests/test_files.py",
 }

@@ -1,22 +1,27 @@
-"""Stages that are killed, signalled, started twice, lose power or run out of disk, at every point that changes a file.
+"""Stages and conversions killed, signalled, started twice, without power or disk, at every point that changes a file.
 
 See `fault_layer` for what a point is and what a power loss leaves, `crash_sweep` for what must hold afterwards.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.crash_server import CrashServer
-from tests.crash_sweep import OUTPUTS, Sweep, copy_tree
-from tests.repository import Repository, make_repository
+from tests.caches import make_ragged, record_files
+from tests.crash_server import STAGES, CrashServer
+from tests.crash_sweep import OUTPUTS, Sweep, copy_tree, digests
+from tests.fault_layer import WRITES
+from tests.repository import ROOT, Repository, make_repository
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.conftest import Tally
     from tests.fault_layer import Point
@@ -30,12 +35,25 @@ SWEPT: dict[str, dict[str, Any]] = {
 SCENARIOS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any]]] = {
     "tokenize": ("tokenize", None, {}),
     "capture": ("capture", None, {}),
-    "shards over an earlier cache": ("shards", {"shard_size": 3}, {}),
+    "shards over an earlier cache": ("shards", {"shard_size": 3}, {"data": {"eval_samples": 1}}),
     "shards": ("shards", None, {}),
-    "ragged shards": ("shards", None, {"cache": {"layout": "ragged", "shard_bytes": 1}}),
+    "ragged shards": (
+        "shards",
+        None,
+        {"cache": {"layout": "ragged", "shard_bytes": 1}, "data": {"eval_samples": 1}},
+    ),
     "tokenize over earlier tokens": ("tokenize", {}, {}),
 }
 """Name to the stage, the section `cache` of an output that is there before (None: there is none), and params."""
+CONVERSIONS: dict[str, tuple[str | None, str]] = {
+    "padded to ragged fp8 over an earlier cache": (
+        "convert inputs/padded cache --jobs 1",
+        "convert inputs/padded cache --jobs 1 --layout ragged --dtype fp8_e4m3 --shard-bytes 1",
+    ),
+    "ragged to padded": (None, "convert inputs/ragged cache --jobs 1 --layout padded --shard-size 2"),
+}
+"""Name to the command that made the cache that is there before (None: there is none), and the one that is swept."""
+SHORT_CONVERSION = "padded to ragged fp8 over an earlier cache"
 SHORT = ("capture", "shards over an earlier cache")
 
 
@@ -47,27 +65,52 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
 
 
 @pytest.fixture
-def make_sweep(server: CrashServer, tmp_path: Path) -> Callable[[str], Sweep]:
+def make_sweep(server: CrashServer, make_cache: Callable[..., Path], tmp_path: Path) -> Callable[[str], Sweep]:
     def make(name: str) -> Sweep:
-        stage, earlier, params = SCENARIOS[name]
-        repository = make_repository(tmp_path / "undisturbed", num_rows=3, **SWEPT)
-        for each in OUTPUTS:
-            (work := tmp_path / f"work-{each}").mkdir()
-            if each == stage and earlier is not None:
-                repository.set_params(cache=earlier)
-                assert server.run(repository.root, stage, work) == 0
-                repository.set_params(cache=SWEPT["cache"])
-                (work := tmp_path / f"work-{each}-again").mkdir()
-            if each == stage:
-                repository.set_params(**params)
-                copy_tree(repository.root, tmp_path / "before")
-            assert server.run(repository.root, each, work) == 0, (work / "stderr").read_text()
-            if each == stage:
-                break
+        before, undisturbed = tmp_path / "before", tmp_path / "undisturbed"
+        if name in CONVERSIONS:
+            command = prepare_conversion(server, make_cache, undisturbed, name)
+        else:
+            command = prepare_stage(server, undisturbed, name)
+        copy_tree(undisturbed, before)
+        run(server, undisturbed, command)
         (tmp_path / "sweep").mkdir()
-        return Sweep(server, stage, tmp_path / "before", tmp_path / "undisturbed", tmp_path / "sweep")
+        return Sweep(server, command, before, undisturbed, tmp_path / "sweep")
 
     return make
+
+
+def prepare_stage(server: CrashServer, root: Path, name: str) -> str:
+    """Make a repository in which the stage is the next to run; return the stage."""
+    stage, earlier, params = SCENARIOS[name]
+    repository = make_repository(root, num_rows=3, **SWEPT)
+    for each in STAGES[: STAGES.index(stage)]:
+        run(server, root, each)
+    if earlier is not None:
+        repository.set_params(cache=earlier)
+        run(server, root, stage)
+        repository.set_params(cache=SWEPT["cache"])
+    repository.set_params(**params)
+    return stage
+
+
+def prepare_conversion(server: CrashServer, make_cache: Callable[..., Path], root: Path, name: str) -> str:
+    """Make a folder with the sources of conversions; return the command."""
+    earlier, command = CONVERSIONS[name]
+    padded = make_cache(3, 2)
+    for form, cache in (("padded", padded), ("ragged", make_ragged(padded, [1, 2]))):
+        record_files(cache)
+        shutil.copytree(cache, root / "inputs" / form)
+    if earlier is not None:
+        run(server, root, earlier)
+    return command
+
+
+def run(server: CrashServer, root: Path, command: str, **environment: str) -> None:
+    """Run a command that nothing disturbs."""
+    with TemporaryDirectory(dir=root.parent) as work:
+        code = server.run(root, command, Path(work), environment=environment)
+        assert code == 0, Path(work, "stderr").read_text()
 
 
 def report(sweep: Sweep, tally: Tally) -> None:
@@ -91,10 +134,55 @@ def test_nothing_is_lost_wherever_a_stage_is_killed_or_fails(
     sweep.fail(lines[::3], "ENOSPC")
     sweep.fail(lines[1::3], "EIO")
     sweep.fail(lines[2::3], "EACCES")
-    sweep.start_second(first_and_last_write(sweep), sweep.stage)
-    if sweep.stage == "shards":
+    sweep.start_second(first_and_last_write(sweep), sweep.command)
+    if sweep.command == "shards":
         sweep.start_second(first_and_last_write(sweep), "capture")
     report(sweep, tally)
+
+
+def test_nothing_is_lost_wherever_a_conversion_is_killed_or_fails(
+    make_sweep: Callable[[str], Sweep], tally: Tally
+) -> None:
+    """Killed at each line of the library; signalled and failed at some. The last write comes after finished files."""
+    sweep = make_sweep(SHORT_CONVERSION)
+    lines, writes = sweep.first_of_each("call", "site"), first_and_last_write(sweep)
+    renames = [number for number in lines if sweep.points[number].call == "rename"]
+    sweep.lose_power_after_the_end()
+    sweep.kill([*lines, *writes])
+    sweep.signal([*lines[::3], *renames], "SIGINT")
+    sweep.fail(lines[1::3], "ENOSPC", "EIO", "EACCES")
+    sweep.start_second(writes[1:], sweep.command)
+    report(sweep, tally)
+
+
+def test_a_second_tokenize_is_refused(make_sweep: Callable[[str], Sweep], tally: Tally) -> None:
+    """The other stages meet in the folder of the captured states, before they come to their outputs."""
+    sweep = make_sweep("tokenize")
+    sweep.start_second(first_and_last_write(sweep), sweep.command)
+    report(sweep, tally)
+
+
+LINKING = """
+import sys
+from pathlib import Path
+from dspark_cache.files import link_file
+from tests.fault_layer import FaultLayer, Plan
+
+root, work = map(Path, sys.argv[1:])
+layer = FaultLayer(root, work / "contents", Plan(point=-1, survivors=str(work)))
+layer.install()
+assert link_file(root / "file", root / "link")
+layer.finish(work / "points.json")
+"""
+
+
+def test_a_second_name_survives_a_power_loss(tmp_path: Path) -> None:
+    (root := tmp_path / "root").mkdir()
+    (work := tmp_path / "work").mkdir()
+    (root / "file").write_text("content")
+    subprocess.run([sys.executable, "-c", LINKING, str(root), str(work)], check=True, cwd=ROOT)
+    assert digests(work / "strict") == digests(root)
+    assert sorted(path.name for path in root.iterdir()) == ["file", "link"]
 
 
 def first_and_last_write(sweep: Sweep) -> list[int]:
@@ -107,37 +195,34 @@ def first_and_last_write(sweep: Sweep) -> list[int]:
 
 
 def is_write(point: Point) -> bool:
-    return point.call == "pwrite" and point.kind != "lock"
+    return point.call in WRITES and point.kind != "lock"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [*SCENARIOS, *CONVERSIONS])
 def test_nothing_is_lost_at_any_point_at_all(make_sweep: Callable[[str], Sweep], name: str, tally: Tally) -> None:
     sweep = make_sweep(name)
     every = list(range(len(sweep.points)))
     sweep.lose_power_after_the_end()
     sweep.kill(every)
-    sweep.signal(every, "SIGTERM", "SIGINT")
+    sweep.signal(every, *sweep.ends)
     sweep.fail(every, "ENOSPC", "EIO", "EACCES")
     first, last = first_and_last_write(sweep)
-    sweep.start_second([number for number in range(first, last + 1) if is_write(sweep.points[number])], sweep.stage)
+    sweep.start_second([number for number in range(first, last + 1) if is_write(sweep.points[number])], sweep.command)
     report(sweep, tally)
 
 
 @pytest.fixture
 def tokenized(server: CrashServer, tmp_path: Path) -> Repository:
     repository = make_repository(tmp_path / "repository", num_rows=3, **SWEPT)
-    (tmp_path / "tokenize").mkdir()
-    assert server.run(repository.root, "tokenize", tmp_path / "tokenize") == 0
+    run(server, repository.root, "tokenize")
     return repository
 
 
-def run_all(server: CrashServer, repository: Repository, work: Path, **environment: str) -> dict[str, str]:
+def run_all(server: CrashServer, repository: Repository, **environment: str) -> dict[str, str]:
     """Run what comes after tokenize; return the digests of the outputs."""
     for stage in ("capture", "shards"):
-        (work / stage).mkdir(parents=True)
-        code = server.run(repository.root, stage, work / stage, environment=environment)
-        assert code == 0, (work / stage / "stderr").read_text()
+        run(server, repository.root, stage, **environment)
     return repository.digests("features.json", "cache")
 
 
@@ -147,15 +232,14 @@ def test_a_file_size_limit_fails_a_stage_as_a_full_disk_does(
 ) -> None:
     copy_tree(tokenized.root, tmp_path / "undisturbed")
     if stage == "shards":
-        (tmp_path / "capture").mkdir()
-        assert server.run(tokenized.root, "capture", tmp_path / "capture") == 0
+        run(server, tokenized.root, "capture")
     (work := tmp_path / "limited").mkdir()
     assert server.run(tokenized.root, stage, work, file_bytes=file_bytes) == 1
     assert (work / "stderr").read_text().splitlines()[-1].startswith("error: [Errno 27] File too large: ")
-    assert not (tokenized.root / OUTPUTS[stage]).exists()
+    assert not [output for output in OUTPUTS[stage] if (tokenized.root / output).exists()]
     assert not list(tokenized.root.rglob(".tmp-*"))
-    wanted = run_all(server, Repository(tmp_path / "undisturbed"), tmp_path / "a")
-    assert run_all(server, tokenized, tmp_path / "b") == wanted
+    wanted = run_all(server, Repository(tmp_path / "undisturbed"))
+    assert run_all(server, tokenized) == wanted
 
 
 @pytest.fixture
@@ -190,8 +274,8 @@ def test_scratch_on_a_full_disk_fails_capture_and_goes_on_once_there_is_room(
     assert not (tokenized.root / "features.json").exists()
     assert not list(disk.rglob(".tmp-*"))
     subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-    wanted = run_all(server, Repository(tmp_path / "undisturbed"), tmp_path / "a")
-    assert run_all(server, tokenized, tmp_path / "b", DSPARK_RUNTIME__SCRATCH_DIR=scratch) == wanted
+    wanted = run_all(server, Repository(tmp_path / "undisturbed"))
+    assert run_all(server, tokenized, DSPARK_RUNTIME__SCRATCH_DIR=scratch) == wanted
 
 
 def test_a_read_only_scratch_is_refused_and_nothing_is_left(
