@@ -39,6 +39,15 @@ def silent(_name: str, _total: int, _unit: str) -> Iterator[Callable[[int], None
     yield lambda _: None
 
 
+@contextmanager
+def flipped(path: Path) -> Iterator[None]:
+    """Flip the last bit of a file while the block runs."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    yield
+    path.write_bytes(content)
+
+
 def convert(source: Path, target: Path, **changes: Any) -> Path:
     convert_cache(source, target, Conversion(**changes), progress=silent)
     return target
@@ -159,21 +168,13 @@ def test_a_flipped_bit_of_the_source_is_not_given_a_digest(made: dict[str, Path]
 def test_a_conversion_goes_on_with_what_it_had_finished(made: dict[str, Path], tmp_path: Path) -> None:
     source, target, building = tmp_path / "source", tmp_path / "cache", tmp_path / ".cache.building"
     shutil.copytree(made["padded"], source)
-    weights = source / "target_weights.safetensors"
-    kept = weights.read_bytes()
-    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    with pytest.raises(CacheFormatError):
+    with flipped(source / "target_weights.safetensors"), pytest.raises(CacheFormatError):
         convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
-    weights.write_bytes(kept)
-    shard = source / "shard-000003.safetensors"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CacheFormatError):
+    with flipped(source / "shard-000003.safetensors"), pytest.raises(CacheFormatError):
         convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
     finished = {path.name: path.stat().st_ino for path in building.glob("shard-*")}
     assert len(finished) >= 2
     (building / ".tmp-shard-x").touch()
-    shard.write_bytes(content)
     convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
     assert files(target) == files(made["ragged"])
     assert {name: (target / name).stat().st_ino for name in finished} == finished
@@ -197,12 +198,8 @@ def test_a_disk_too_small_is_refused_and_what_is_finished_needs_no_room(
     assert needed == sum(path.stat().st_size for path in made["ragged"].glob("*.safetensors"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".cache.building.lock", "source"]
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=needed))
-    shard = source / "shard-000003.safetensors"
-    kept = shard.read_bytes()
-    shard.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    with pytest.raises(CacheFormatError):
+    with flipped(source / "shard-000003.safetensors"), pytest.raises(CacheFormatError):
         convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
-    shard.write_bytes(kept)
     finished = sum(path.stat().st_size for path in (tmp_path / ".cache.building").glob("shard-*"))
     assert finished > 0
     assert refused(1) == needed - finished
@@ -215,12 +212,8 @@ def test_a_disk_too_small_is_refused_and_what_is_finished_needs_no_room(
 def test_another_conversion_begins_anew(made: dict[str, Path], tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "cache"
     shutil.copytree(made["padded"], source)
-    shard = source / "shard-000003.safetensors"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CacheFormatError):
+    with flipped(source / "shard-000003.safetensors"), pytest.raises(CacheFormatError):
         convert(source, target, layout="ragged", shard_bytes=SHARD_BYTES)
-    shard.write_bytes(content)
     convert(source, target, layout="ragged", dtype="fp8_e4m3", shard_bytes=SHARD_BYTES)
     assert files(target) == files(made["fp8"])
 
