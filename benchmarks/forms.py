@@ -1,6 +1,6 @@
 """Bytes, time and reading rates of a cache in each form, against the plain way to write and read it.
 
-    python -m benchmarks.forms --target DIR --data FILE --work EMPTY_DIR
+    python -m benchmarks.forms --target DIR --data FILE --work DIR
 
 The plain way is what the reference does: samples padded to seq_length, collected to a shard by batches, `save_file`;
 one `get_slice` for each key and sample, `torch.stack`. All forms are made from one capture. Conversions among them are
@@ -23,9 +23,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.workspace import Measured, Workspace, held_bytes, logical_bytes, measure, put_report
+import stages.shards
+from benchmarks.workspace import Measured, Workspace, held_bytes, logical_bytes, measure, print_table
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, build_cached_dspark_dataloader
 from dspark_cache.convert import Conversion, convert_cache
+from dspark_cache.files import file_digest
+from dspark_cache.schema import PROVENANCE_NAME
+from dspark_cache.shards import shard_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,11 +65,11 @@ def main() -> None:
         folder = parsed.work / name
         sizes = [logical_bytes(folder), taken.result, taken.written]
         table.append([name, *(f"{size / 1e6:.1f} MB" for size in sizes), f"{taken.seconds:.2f}"])
-    put_report(None, {}, table)
+    print_table(table)
     print()
-    put_report(None, {}, [["read", "real tokens/s", "ratio"], *_rate_rows(rates, tokens)])
+    print_table([["read", "real tokens/s", "ratio"], *_rate_rows(rates, tokens)])
     print()
-    put_report(None, {}, [["conversion", "bytes written", "seconds", "bytes of direct production"], *converted])
+    print_table([["conversion", "bytes written", "seconds", "bytes of direct production"], *converted])
     if parsed.json:
         found = {"written": table, "tokens": tokens, "seconds_to_read": rates, "converted": converted}
         parsed.json.write_text(json.dumps(found, indent=2) + "\n")
@@ -111,8 +115,6 @@ def write_all(workspace: Workspace, work: Path) -> dict[str, Measured]:
 
 
 def _publish(root: Path, path: Path) -> int:
-    import stages.shards
-
     with contextlib.chdir(root):
         stages.shards.main()
         held = held_bytes(Path("cache"))
@@ -130,13 +132,9 @@ def _write_plainly(source: Path, path: Path) -> int:
         for first in range(start, min(start + size, len(dataset)), 4):
             samples = [dataset[index] for index in range(first, min(first + 4, start + size, len(dataset)))]
             batches.append({key: torch.stack([sample[key] for sample in samples]) for key in CACHE_KEYS})
-        save_file({key: torch.cat([batch[key] for batch in batches]) for key in CACHE_KEYS}, path / _name(number))
+        save_file({key: torch.cat([batch[key] for batch in batches]) for key in CACHE_KEYS}, path / shard_name(number))
     os.sync()
     return held_bytes(path)
-
-
-def _name(number: int) -> str:
-    return f"shard-{number:06d}.safetensors"
 
 
 def _tokens(ragged: Path) -> int:
@@ -172,7 +170,9 @@ def _read(cache: Path, **options: Any) -> None:
 def _read_plainly(cache: Path, manifest_of: Path) -> None:
     size, total = (CachedDSparkDataset(manifest_of).manifest[key] for key in ("shard_size", "num_samples"))
     with contextlib.ExitStack() as stack:
-        shards = [stack.enter_context(safe_open(cache / _name(number), "pt")) for number in range(-(-total // size))]
+        shards = [
+            stack.enter_context(safe_open(cache / shard_name(number), "pt")) for number in range(-(-total // size))
+        ]
         for first in range(0, total, BATCH):
             batch: list[dict[str, torch.Tensor]] = []
             for index in range(first, min(first + BATCH, total)):
@@ -208,15 +208,9 @@ def _convert(source: Path, target: Path, changes: dict[str, Any]) -> None:
     convert_cache(source, target, Conversion(**changes), progress=_silent, num_threads=os.cpu_count() or 1)
 
 
-def _files(cache: Path) -> dict[str, bytes]:
-    """Return the content of all files but provenance.json, which tells how a cache came to be."""
-    import hashlib
-
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).digest()
-        for path in cache.iterdir()
-        if path.name != "provenance.json"
-    }
+def _files(cache: Path) -> dict[str, str]:
+    """Return the sha256 of all files but provenance.json, which tells how a cache came to be."""
+    return {path.name: file_digest(path) for path in cache.iterdir() if path.name != PROVENANCE_NAME}
 
 
 if __name__ == "__main__":

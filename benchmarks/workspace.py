@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -39,9 +38,8 @@ class Workspace:
         shutil.copy(data_file, root / "inputs/data")
         shutil.copy(ROOT / "params.yaml", root)
         workspace = cls(root)
-        workspace.set_params(
-            **{**sections, "data": {"path": f"inputs/data/{data_file.name}", **sections.get("data", {})}}
-        )
+        workspace.set_params(**sections)
+        workspace.set_params(data={"path": f"inputs/data/{data_file.name}"})
         return workspace
 
     def set_params(self, **sections: dict[str, Any]) -> None:
@@ -99,7 +97,6 @@ def measure(action: Callable[..., Any], *arguments: Any) -> Measured:
 
 
 def _measured(action: Callable[..., Any], arguments: tuple[Any, ...]) -> Measured:
-    _bytes_written()
     os.sync()
     before, start = _bytes_written(), time.perf_counter()
     result = action(*arguments)
@@ -120,8 +117,6 @@ def logical_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def put_report(path: Path | None, found: dict[str, Any], table: list[list[str]]) -> None:
-    """Print rows, the first of them the heads, as a Markdown table; write the numbers as JSON if asked."""
+def print_table(table: list[list[str]]) -> None:
+    """Print rows, the first of them the heads, as a Markdown table."""
     print("\n".join("| " + " | ".join(row) + " |" for row in [table[0], ["---"] * len(table[0]), *table[1:]]))
-    if path:
-        path.write_text(json.dumps(found, indent=2) + "\n")

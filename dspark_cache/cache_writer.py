@@ -193,7 +193,7 @@ class _Writer:
         self._form = plan.form
         self._layer_ids: list[int] = plan.manifest["target_layer_ids"]
         self._pad_token_id = plan.provenance.pad_token_id
-        self._padded = None if plan.layout == "ragged" else sample_specs(plan.manifest)
+        self._padded = {} if plan.layout == "ragged" else sample_specs(plan.manifest)
         self._links = True
 
     def names(self, number: int) -> tuple[str, ...]:
@@ -247,15 +247,12 @@ class _Writer:
 
     def _fill_padded(self, writer: ShardWriter, specs: dict[str, TensorSpec], samples: Sequence[int]) -> None:
         for key in specs:
-            spec = self._sample_spec(key)
+            spec = self._padded[key]
             for sample in samples:
                 for rows in self._parts(key, sample, spec.row_bytes):
                     cast = self._cast(key, rows, sample) if key in SCALES_OF else rows.to(spec.dtype)
                     writer.append_bytes(key, cast)
                 self._pad(writer, key, spec, self._source.num_tokens(sample))
-
-    def _sample_spec(self, key: str) -> TensorSpec:
-        return (self._padded or {})[key]
 
     def _pad(self, writer: ShardWriter, key: str, spec: TensorSpec, length: int) -> None:
         """Fill a sample's positions after its `length` tokens: ids with the pad token, all else with zeros."""

@@ -87,18 +87,15 @@ class CachedRows:
         return [[entry.name, entry.stat().st_size, entry.stat().st_mtime_ns] for entry in entries]
 
     def num_tokens(self, sample: int) -> int:
-        """Return the tokens of a sample that are kept."""
-        return self._lengths[sample]
-
-    def measure(self, sample: int) -> int:
-        """Find out, once, how many tokens of a sample are kept; return it.
+        """Return the tokens of a sample that are kept; they are looked for once, and 0 stands for not yet.
 
         Raises:
             CacheFormatError: A padded sample has no real token.
         """
-        stored = self.dataset.stored_length(sample)
-        length = stored if is_ragged(self.manifest) else self._real_length(sample, stored)
-        self._lengths[sample] = min(length, self._limit)
+        if not self._lengths[sample]:
+            stored = self.dataset.stored_length(sample)
+            length = stored if is_ragged(self.manifest) else self._real_length(sample, stored)
+            self._lengths[sample] = min(length, self._limit)
         return self._lengths[sample]
 
     def _real_length(self, sample: int, positions: int) -> int:

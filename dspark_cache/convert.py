@@ -197,7 +197,7 @@ def _choose_samples(rows: CachedRows, conversion: Conversion, advance: Advance) 
         least = recorded if isinstance(recorded, int) else 0
     kept, keys = [], []
     for sample in chosen:
-        rows.measure(sample)
+        rows.num_tokens(sample)  # found here, where there is progress to see
         if not least or rows.supervised(sample) >= least:
             kept.append(sample)
             keys += [rows.key(sample)] if conversion.eval_samples else []

@@ -32,8 +32,7 @@ class _Side:
     @classmethod
     def read(cls, cache: Path, pad_token_id: int | None) -> _Side:
         rows = CachedRows(cache, pad_token_id=pad_token_id)
-        indices = range(len(rows.dataset))
-        return cls(rows=rows, keys=[rows.key(index) for index in indices if rows.measure(index)])
+        return cls(rows=rows, keys=[rows.key(index) for index in range(len(rows.dataset))])
 
     def origin(self) -> dict[str, Any]:
         """Return manifest and provenance, without what follows from the files."""

@@ -35,12 +35,16 @@ def collate_cached(features: list[Sample], keys: tuple[str, ...]) -> Sample:
     Raises:
         ValueError: No samples, or a sample lacks keys.
     """
+    _ensure_samples(features, keys)
+    return {key: torch.stack([feature[key] for feature in features]) for key in keys}
+
+
+def _ensure_samples(features: list[Sample], keys: tuple[str, ...]) -> None:
     if not features:
         raise ValueError("cannot collate an empty list of samples")
     missing = sorted({key for key in keys for feature in features if key not in feature})
     if missing:
         raise ValueError(f"samples are missing required keys {missing}")
-    return {key: torch.stack([feature[key] for feature in features]) for key in keys}
 
 
 def collate_dspark(features: list[Sample]) -> Sample:
@@ -62,10 +66,9 @@ class PadToLongest:
         """Return `CACHE_KEYS`, each [B, longest, ...], and `lengths` int64 [B].
 
         Raises:
-            ValueError: No samples.
+            ValueError: No samples, or a sample lacks keys.
         """
-        if not features:
-            raise ValueError("cannot collate an empty list of samples")
+        _ensure_samples(features, CACHE_KEYS)
         fills = dict.fromkeys(CACHE_KEYS, 0) | {INPUT_IDS: self.pad_token_id}
         batch = {
             key: pad_sequence([feature[key] for feature in features], batch_first=True, padding_value=fill)

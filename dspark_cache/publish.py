@@ -165,35 +165,30 @@ def publish_cache(captured: Captured, settings: Settings, path: Path, make_progr
         source = BlockRows(captured, samples)
         plans = plan_caches(captured.tokens, ledger, samples, settings)
         tokens = sum(sample.num_tokens for sample in samples)
-        weights = _Weights(captured, settings.cache)
+        weights = _weights(captured, settings.cache)
         with make_progress(tokens) as progress:
             with put_folder(path) as folder:
                 if settings.runtime.check_disk:
                     remedy = "use cache.layout: ragged, or set runtime.check_disk: false"
                     ensure_room(folder, plans.values(), source, weights.num_bytes, what=f"{path.name}/", remedy=remedy)
-                write_cache(folder, plans[TRAIN], source, weights.put, progress.advance)
-            weights.written = path / TARGET_WEIGHTS_NAME
+                published = write_cache(folder, plans[TRAIN], source, weights.put, progress.advance)
+
+            def share_weights(to: Path) -> str:
+                is_linked = link_file(path / TARGET_WEIGHTS_NAME, to)
+                return published.files[TARGET_WEIGHTS_NAME].sha256 if is_linked else weights.put(to)
+
             with put_folder(eval_folder(path)) as folder:
                 if EVAL in plans:
-                    write_cache(folder, plans[EVAL], source, weights.put, progress.advance)
+                    write_cache(folder, plans[EVAL], source, share_weights, progress.advance)
 
 
-class _Weights(TargetWeightsCopy):
-    """Target weights out of scratch; the second time by a second name of the file `written` first, if allowed."""
-
-    def __init__(self, captured: Captured, settings: CacheSettings) -> None:
-        ledger = captured.ledger
-        file = ShardFile(captured.store.folder / WEIGHTS_NAME)
-        spec = TensorSpec(dtype=DTYPE_MAP[ledger.compute_dtype], shape=(ledger.vocab_size, ledger.hidden_size))
-        file.expect({EMBED_KEY: spec}, exactly=False)
-        super().__init__(file, READ_DTYPES[settings.dtype], tied_once=settings.layout == "ragged")
-        self._digest = ""
-        self.written: Path | None = None
-
-    def put(self, path: Path) -> str:
-        if self.written is None or not link_file(self.written, path):
-            self._digest = super().put(path)
-        return self._digest
+def _weights(captured: Captured, settings: CacheSettings) -> TargetWeightsCopy:
+    """Return the target weights that were kept beside the blocks."""
+    ledger = captured.ledger
+    file = ShardFile(captured.store.folder / WEIGHTS_NAME)
+    spec = TensorSpec(dtype=DTYPE_MAP[ledger.compute_dtype], shape=(ledger.vocab_size, ledger.hidden_size))
+    file.expect({EMBED_KEY: spec}, exactly=False)
+    return TargetWeightsCopy(file, READ_DTYPES[settings.dtype], tied_once=settings.layout == "ragged")
 
 
 def placed_samples(tokens: Tokens, ledger: Ledger) -> list[PlacedSample]:
