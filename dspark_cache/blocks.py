@@ -3,13 +3,14 @@
     <scratch_dir>/capture-<id>/
         identity.json             what the states depend on; its hash is the folder's name
         plan.json                 which samples form which block, written before the first forward
-        block-NNNNNN.safetensors  states of the block's samples, `sample_offsets` [n+1]
-        block-NNNNNN.json         written after the block is on disk: its samples, size, sha256 and environment
+        block-<id>.safetensors    states of the block's samples, `sample_offsets` [n+1]
+        block-<id>.json           written after the block is on disk: its samples, size, sha256 and environment
         weights.safetensors       embedding and lm_head, for the published cache; weights.json its size and sha256
-        lock
+        lock, lock-*              of the run that writes here, of its ranks, of independent slices
 
 Inside a folder a sample is found by the hash of its token ids alone, so masks, order, limits and appended data
-cost no forward.
+cost no forward. A block is named by the samples it was planned with: writers that do not see each other's files in
+time (a network file system's listing is late) may compute a block twice, but never write two under one name.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
-from dspark_cache.files import FileLock, put_json, remove_temporaries
+from dspark_cache.files import FileLock, ensure_unlocked, put_json, remove_temporaries
 from dspark_cache.ragged import StatesForm, feature_specs
 from dspark_cache.schema import SAMPLE_OFFSETS
 from dspark_cache.shard_file import ShardFile
@@ -30,7 +32,7 @@ from dspark_cache.strict_json import Fields, is_int, read_json_object
 from dspark_cache.tokens import SAMPLE_KEY_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence, Set
+    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
     from pathlib import Path
 
 PLAN_NAME = "plan.json"
@@ -39,7 +41,9 @@ LOCK_NAME = "lock"
 WEIGHTS_NAME = "weights.safetensors"
 WEIGHTS_RECORD_NAME = "weights.json"
 FOLDER_PREFIX = "capture-"
-_BLOCK_RE = re.compile(r"block-[0-9]{6}")
+BLOCK_ID_DIGITS = 16
+_BLOCK_RE = re.compile(rf"block-[0-9a-f]{{{BLOCK_ID_DIGITS}}}")
+_LOCK_RE = re.compile(rf"{LOCK_NAME}(-slice-[0-9]+-of-(?P<count>[0-9]+))?(-rank-[0-9]+)?")
 _KEY_RE = re.compile(rf"[0-9a-f]{{{SAMPLE_KEY_DIGITS}}}")
 
 
@@ -54,7 +58,7 @@ class Block:
     """A finished block, as its JSON file and the ledger record it.
 
     Attributes:
-        name: "block-NNNNNN".
+        name: See `block_name`.
         samples: Keys of its samples, in the order of its rows.
         lengths: Tokens of each.
         num_bytes: Size of its file.
@@ -107,13 +111,19 @@ class Block:
             environment=fields.mapping("environment"),
         )
         if not _BLOCK_RE.fullmatch(block.name):
-            fields.fault(f"name: expected block-NNNNNN, found {block.name!r:.40}")
+            fields.fault(f"name: expected block-<{BLOCK_ID_DIGITS} hexadecimal digits>, found {block.name!r:.40}")
         if len(samples) != len(lengths) or not _are_keys(samples) or not all(is_int(n) and n > 0 for n in lengths):
             fields.fault("samples and lengths: expected as many sample keys as positive lengths")
         if not _are_keys(block.dropped) or not all(isinstance(reason, str) for reason in block.dropped.values()):
             fields.fault("dropped: expected sample keys, with the reason of each")
         fields.finish()
         return block
+
+
+def distinct_environments(blocks: Iterable[Block]) -> list[dict[str, Any]]:
+    """Return the environments of blocks, each once, sorted."""
+    distinct = {repr(sorted(block.environment.items(), key=str)): block.environment for block in blocks}
+    return [distinct[key] for key in sorted(distinct)]
 
 
 def _are_keys(values: Any) -> bool:
@@ -126,30 +136,107 @@ def block_form(identity: Mapping[str, Any]) -> StatesForm:
     return StatesForm(dtype=identity["compute_dtype"], hidden_dim=hidden_size * len(layers), last_dim=hidden_size)
 
 
+def lock_files(folder: Path) -> list[Path]:
+    """Return the locks of everybody who ever wrote in a capture identity's folder."""
+    return [path for path in sorted(folder.glob(f"{LOCK_NAME}*")) if _LOCK_RE.fullmatch(path.name)]
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold a capture identity's folder alone, as a run does for all of its ranks.
+
+    Raises:
+        LockedError: Another run, a rank of one that is gone, or a slice still writes there.
+    """
+    with FileLock(folder / LOCK_NAME):
+        for path in lock_files(folder):
+            if path.name != LOCK_NAME:
+                ensure_unlocked(path)
+        yield
+
+
 def scratch_folders(scratch: Path) -> list[tuple[Path, int]]:
     """Return each capture identity's folder in scratch with the bytes of its files."""
     folders = sorted(folder for folder in scratch.glob(f"{FOLDER_PREFIX}*") if folder.is_dir())
     return [(folder, sum(file.lstat().st_size for file in folder.iterdir())) for folder in folders]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBlock:
-    """Samples that go into one block, in order."""
+def block_name(samples: Iterable[str]) -> str:
+    """Return the name of the block that is planned to hold these samples in this order."""
+    digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
+    return f"block-{digest[:BLOCK_ID_DIGITS]}"
 
-    name: str
+
+@dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """Samples that go into one block, in order, and its name."""
+
     samples: tuple[str, ...]
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Name the block."""
+        object.__setattr__(self, "name", block_name(self.samples))
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> PlannedBlock:
+    def parse(cls, samples: Any) -> PlannedBlock:
         """Check untrusted values.
 
         Raises:
-            TypeError, KeyError: They are no plan of a block.
+            TypeError: They are no keys of samples.
         """
-        name, samples = values["name"], values["samples"]
-        if not isinstance(name, str) or not _BLOCK_RE.fullmatch(name) or not _are_keys(samples):
-            raise TypeError(f"expected block-NNNNNN and sample keys, found {values!r:.80}")
-        return cls(name=name, samples=tuple(samples))
+        if not isinstance(samples, list) or not _are_keys(samples):
+            raise TypeError(f"expected sample keys, found {samples!r:.80}")
+        return cls(tuple(samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One of `count` parts of a capture that are computed independently of each other.
+
+    Attributes:
+        number: 1 to `count`.
+        count: How many there are.
+    """
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Slice:
+        """Read "3/16".
+
+        Raises:
+            ValueError: It is no such text, or out of range.
+        """
+        number, count = (int(part) for part in text.split("/"))
+        if not 1 <= number <= count:
+            raise ValueError(f"{number} is not one of 1 to {count}")
+        return cls(number, count)
+
+    @property
+    def lock_name(self) -> str:
+        """Name of the file that whoever computes it locks."""
+        return f"{LOCK_NAME}-slice-{self.number}-of-{self.count}"
+
+    def choose(self, tokens: Mapping[str, int]) -> set[str]:
+        """Return the blocks of this slice, of all blocks of a plan by name: longest first to the least loaded slice.
+
+        Depends on the plan alone, whatever is finished: so slices that start at different times agree.
+        """
+        load = [0] * self.count
+        chosen = set()
+        for name in longest_first(tokens):
+            least = load.index(min(load))
+            load[least] += tokens[name]
+            if least == self.number - 1:
+                chosen.add(name)
+        return chosen
+
+
+def longest_first(tokens: Mapping[str, int]) -> list[str]:
+    """Return the names of blocks in the order in which they are computed, so that all ranks end together."""
+    return sorted(tokens, key=lambda name: (-tokens[name], name))
 
 
 class BlockStore:
@@ -160,13 +247,40 @@ class BlockStore:
         self.identity = dict(identity)
         self.folder = scratch / f"{FOLDER_PREFIX}{identity_hash(identity)}"
 
-    def lock(self) -> FileLock:
-        """Return the lock that a writer of this folder holds."""
-        return FileLock(self.folder / LOCK_NAME)
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder alone, as a run does for all of its ranks.
 
-    def prepare(self) -> list[str]:
-        """Make the folder and remove what a killed run left half-written; the lock is held. Return those names."""
-        left = remove_temporaries(self.folder)
+        Raises:
+            LockedError: Another run, a rank of one that is gone, or a slice still writes here.
+        """
+        with lock_folder(self.folder):
+            yield
+
+    @contextmanager
+    def slice_lock(self, part: Slice) -> Iterator[None]:
+        """Hold one slice of the folder's blocks; slices of the same division write beside each other.
+
+        Raises:
+            LockedError: The same slice, one of another division, or a run writes here.
+        """
+        with FileLock(self.folder / part.lock_name):
+            for path in lock_files(self.folder):
+                division = _LOCK_RE.fullmatch(path.name)
+                if not division or division["count"] != str(part.count):
+                    ensure_unlocked(path)
+            yield
+
+    def rank_lock(self, part: Slice | None, rank: int) -> FileLock:
+        """Return the lock of one rank of a run or slice: what outlives its run is not overlooked."""
+        return FileLock(self.folder / f"{part.lock_name if part else LOCK_NAME}-rank-{rank}")
+
+    def prepare(self, *, is_alone: bool = True) -> list[str]:
+        """Say what the folder is for; if nobody else writes there, remove what killed runs left half-written.
+
+        The lock is held. Return the names of what was removed.
+        """
+        left = remove_temporaries(self.folder) if is_alone else []
         put_json(self.folder / IDENTITY_NAME, self.identity)
         return left
 
@@ -184,10 +298,19 @@ class BlockStore:
             (self.folder / f"{block.name}.json").unlink(missing_ok=True)
             self.path(block.name).unlink(missing_ok=True)
 
-    def finished_blocks(self, *, check_digest: bool = False) -> tuple[dict[str, Block], list[str]]:
-        """Return the finished blocks by name, and why others that claim to be are not accepted."""
+    def finished_blocks(
+        self, planned: Iterable[PlannedBlock] = (), *, check_digest: bool = False
+    ) -> tuple[dict[str, Block], list[str]]:
+        """Return the finished blocks by name, and why others that claim to be are not accepted.
+
+        Args:
+            planned: Blocks to look for by name beside those that the folder lists: on a network file system a listing
+                may not show yet what another machine has written.
+            check_digest: Compare each file's sha256.
+        """
         blocks, refused = {}, []
-        for path in sorted(self.folder.glob("block-*.json")):
+        paths = {self.folder / f"{block.name}.json" for block in planned}.union(self.folder.glob("block-*.json"))
+        for path in sorted(path for path in paths if path.exists()):
             try:
                 block = Block.parse({**read_json_object(path), "name": path.stem}, name=str(path))
                 self.open(block, check_digest=check_digest)
@@ -215,7 +338,7 @@ class BlockStore:
         return file
 
     def read_plan(self) -> list[PlannedBlock]:
-        """Return the plan of earlier runs; none if there is no usable one (its finished blocks still count)."""
+        """Return the plan of earlier runs; none if there is no usable one (finished blocks still count)."""
         try:
             plan = read_json_object(self.folder / PLAN_NAME)
             return [PlannedBlock.parse(item) for item in plan["blocks"]]
@@ -224,7 +347,7 @@ class BlockStore:
 
     def write_plan(self, plan: Sequence[PlannedBlock]) -> None:
         """Put the plan in place."""
-        put_json(self.folder / PLAN_NAME, {"blocks": [{"name": b.name, "samples": list(b.samples)} for b in plan]})
+        put_json(self.folder / PLAN_NAME, {"blocks": [list(block.samples) for block in plan]})
 
 
 def plan_blocks(
@@ -264,12 +387,8 @@ def plan_blocks(
             plan.append(block)
             due.append(block)
     taken = captured | {key for block in due for key in block.samples}
-    names = {block.name for block in plan} | set(finished)
-    number = 1 + max((int(name[-6:]) for name in names), default=-1)
-    cut = [
-        PlannedBlock(name=f"block-{number:06d}", samples=tuple(keys))
-        for number, keys in enumerate(_cut_missing(wanted, held_out, taken, bytes_per_token, block_bytes), start=number)
-    ]
+    missing = _cut_missing(wanted, held_out, taken, bytes_per_token, block_bytes)
+    cut = [PlannedBlock(tuple(keys)) for keys in missing]
     return plan + cut, due + cut
 
 

@@ -1,8 +1,8 @@
 """Capturing the target's states: tokens in, blocks in scratch out.
 
-Batches are formed inside one block from samples of like length, so that block bytes do not depend on where a run was
-interrupted. Only real tokens are stored, in the dtype the target computes in. A thread hashes and writes finished
-blocks while the next one is computed.
+Batches are formed inside one block from samples of like length, so that block bytes depend neither on where a run was
+interrupted nor on how many ranks it has. Only real tokens are stored, in the dtype the target computes in. A thread
+hashes and writes finished blocks while the next one is computed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from dspark_cache.blocks import Block, BlockStore, PlannedBlock, block_form, cut_batches, plan_blocks
-from dspark_cache.errors import CaptureError, SettingsError
+from dspark_cache.blocks import Block, BlockStore, PlannedBlock, block_form, cut_batches, longest_first, plan_blocks
+from dspark_cache.errors import CaptureError, SettingsError, Terminated
 from dspark_cache.files import ensure_free_disk, put_file
 from dspark_cache.forward import Capturer, States
 from dspark_cache.ragged import feature_specs
@@ -24,13 +24,15 @@ from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.shard_file import ShardWriter, file_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from dspark_cache.progress import Progress
+    from dspark_cache.blocks import Slice
+    from dspark_cache.ranks import Group, Peers, SharedProgress
     from dspark_cache.settings import RuntimeSettings
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 GIB = 1 << 30
 
 
@@ -45,24 +47,33 @@ class _Buffer:
 
 
 class _ToHost:
-    """Copies states to the host; on CUDA through pinned memory on a stream of its own, one batch behind."""
+    """Copies states to the host; on CUDA on a stream of its own, into one of two pinned buffers in turn.
+
+    A batch must be used before the next but one is started.
+    """
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._pinned: list[dict[str, torch.Tensor]] = [{}, {}]
 
     def start(self, states: States) -> tuple[States, Any]:
         """Return where the states will be, and the event after which they are."""
         if self._stream is None:
             return states, None
+        self._pinned.reverse()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            copies = [self._copy(tensor) for tensor in (states.hidden, states.last, states.finite)]
+            copies = {name: self._copy(name, getattr(states, name)) for name in ("hidden", "last", "finite")}
             event = self._stream.record_event()
-        return States(hidden=copies[0], last=copies[1], finite=copies[2]), event
+        return States(**copies), event
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        pinned = self._pinned[0].get(name)
+        if pinned is None or len(pinned) < len(tensor):
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._pinned[0][name] = pinned
+        copy = pinned[: len(tensor)]
         copy.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)  # type: ignore[arg-type]  # only called with a stream
         return copy
@@ -79,28 +90,67 @@ class BlockCapturer:
         *,
         drop_nonfinite: bool,
         describe: Callable[[str], str],
+        in_lockstep: bool = False,
     ) -> None:
-        """Prepare; `environment` has the batch budget, `describe` turns a sample's key into words for messages."""
+        """Prepare.
+
+        Args:
+            capturer: Runs the target.
+            store: Where blocks go.
+            environment: Recorded with each block; has the batch budget.
+            drop_nonfinite: Leave samples out that are not finite, instead of stopping.
+            describe: Turns a sample's key into words for messages.
+            in_lockstep: Whether forwards are collectives, so that no rank may run another number of them.
+        """
         self._capturer = capturer
         self._store = store
         self._environment = dict(environment)
         self._to_host = _ToHost(capturer.device)
         self._drop = drop_nonfinite
         self._describe = describe
+        self._in_lockstep = in_lockstep
+
+    @property
+    def max_tokens(self) -> int:
+        """The batch budget: rows times width."""
+        budget: int = self._environment["max_tokens_per_batch"]
+        return budget
+
+    def num_forwards(self, samples: Sequence[torch.Tensor]) -> int:
+        """Return how many forwards a block of these samples takes."""
+        return len(cut_batches([len(sample) for sample in samples], self.max_tokens))
+
+    def idle(self, num_forwards: int) -> None:
+        """Take part in forwards of other ranks."""
+        for _ in range(num_forwards):
+            self._capturer.idle()
+
+    def follow(self, samples: Sequence[torch.Tensor]) -> None:
+        """Take part in the forwards of a block that another rank writes."""
+        for batch in cut_batches([len(sample) for sample in samples], self.max_tokens):
+            self._capturer([samples[index] for index in batch])
 
     def compute(
-        self, planned: PlannedBlock, samples: Sequence[torch.Tensor], progress: Progress
+        self, planned: PlannedBlock, samples: Sequence[torch.Tensor], progress: SharedProgress
     ) -> Callable[[], Block]:
         """Run one block's samples through the target; return what writes and records it.
 
-        On CUDA out-of-memory the block starts again with half the batch budget.
+        On CUDA out-of-memory the block starts again with half the batch budget, unless ranks are in lockstep.
+
+        Raises:
+            CaptureError: A sample is not finite; or device memory is too small for ranks in lockstep.
         """
-        max_tokens = self._environment["max_tokens_per_batch"]
+        max_tokens = self.max_tokens
         while True:
             try:
                 buffer = self._fill(planned, samples, max_tokens, progress)
                 break
-            except torch.cuda.OutOfMemoryError:
+            except torch.cuda.OutOfMemoryError as error:
+                if self._in_lockstep:
+                    raise CaptureError(
+                        f"out of device memory with {max_tokens} tokens a batch: set runtime.max_tokens_per_batch to "
+                        "less; ranks that share a target cannot do so one by one"
+                    ) from error
                 if max_tokens <= max(len(sample) for sample in samples):
                     raise
             torch.cuda.empty_cache()
@@ -110,7 +160,7 @@ class BlockCapturer:
         return lambda: self._write(planned, buffer, environment)
 
     def _fill(
-        self, planned: PlannedBlock, samples: Sequence[torch.Tensor], max_tokens: int, progress: Progress
+        self, planned: PlannedBlock, samples: Sequence[torch.Tensor], max_tokens: int, progress: SharedProgress
     ) -> _Buffer:
         buffer = self._allocate([len(sample) for sample in samples])
         pending: tuple[list[int], States, Any] | None = None
@@ -200,7 +250,8 @@ class BlockCapturer:
 def _writer_thread(max_pending: int) -> Iterator[Callable[[Callable[[], Block]], None]]:
     """Give a function that runs writes on a thread and waits while more than `max_pending` are not done.
 
-    On leaving, what was handed over is written to the end; a failed write raises at the next call or at the end.
+    On leaving, what was handed over is written to the end, of an interrupted run only what is being written; a failed
+    write raises at the next call or at the end.
     """
     pending: list[Future[Block]] = []
 
@@ -213,29 +264,24 @@ def _writer_thread(max_pending: int) -> Iterator[Callable[[Callable[[], Block]],
         finish(max_pending)
 
     with ThreadPoolExecutor(1, thread_name_prefix="block-writer") as thread:
-        yield submit
+        try:
+            yield submit
+        except (KeyboardInterrupt, Terminated):
+            thread.shutdown(wait=False, cancel_futures=True)
+            raise
         finish(0)
 
 
-def ensure_unmixed(blocks: Sequence[Block], environment: Mapping[str, Any], *, allow_mixed: bool, folder: str) -> None:
-    """Refuse to add blocks to a cache whose blocks were computed in another environment.
-
-    Raises:
-        SettingsError: Listing every difference, unless mixing is allowed.
-    """
-    differing = sorted(
+def environment_differences(present: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]) -> list[str]:
+    """Say in what `environment` differs from those of blocks that are there."""
+    return sorted(
         {
-            f"{key}: {block.environment.get(key)!r} then, {value!r} now"
-            for block in blocks
+            f"{key}: {then.get(key)!r} then, {value!r} now"
+            for then in present
             for key, value in environment.items()
-            if block.environment.get(key) != value
+            if then.get(key) != value
         }
     )
-    if differing and not allow_mixed:
-        raise SettingsError(
-            f"blocks in {folder} were captured differently: " + "; ".join(differing) + "; last bits would differ "
-            "between samples: capture as before, set runtime.allow_mixed: true, or remove the folder to start again"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,91 +290,142 @@ class Wanted:
 
     Attributes:
         lengths: Key of each to its number of tokens, in the order of the samples.
-        read_ids: Key to its ids, int32 [T].
         held_out: How many of the first are published as a cache of their own.
     """
 
     lengths: Mapping[str, int]
-    read_ids: Callable[[str], torch.Tensor]
     held_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """What computes; asked only if there is something to compute.
+class Due:
+    """What is to be computed.
 
     Attributes:
-        environment: What moves last bits of states here and now.
-        load: Loads the target.
-        progress: Given all tokens and those already there.
+        blocks: The blocks that are missing, longest first.
+        num_tokens: Their tokens.
+        present: Finished blocks that hold wanted samples, by name.
     """
 
-    environment: Callable[[], Mapping[str, Any]]
-    load: Callable[[], BlockCapturer]
-    progress: Callable[[int, int], Progress]
+    blocks: tuple[PlannedBlock, ...]
+    num_tokens: int
+    present: dict[str, Block]
 
 
-def capture_blocks(
-    store: BlockStore, wanted: Wanted, engine: Engine, *, block_bytes: int, runtime: RuntimeSettings
-) -> dict[str, Block]:
-    """Compute the blocks that are missing; the store's lock is held.
-
-    With every sample present nothing is loaded and nothing is computed.
+def plan_due(
+    store: BlockStore, wanted: Wanted, *, block_bytes: int, runtime: RuntimeSettings, part: Slice | None = None
+) -> Due:
+    """Find out which blocks are missing, and write the plan that a resume follows; the store's lock is held.
 
     Args:
         store: The capture identity's folder.
         wanted: The samples.
-        engine: What computes.
         block_bytes: Size at which a block is full.
-        runtime: Bounds on memory and disk, how finished blocks are checked, and whether environments may mix.
-
-    Returns:
-        The finished blocks that hold wanted samples, by name.
+        runtime: Bounds on memory and disk, and how finished blocks are checked.
+        part: The slice of the blocks to compute; None: all.
 
     Raises:
-        SettingsError: No block fits into memory, they do not all fit on the disk, or environments would mix.
-        CaptureError: The target gave something unusable.
+        SettingsError: No block fits into memory, or they do not all fit on the disk.
     """
-    finished, refused = store.finished_blocks(check_digest=runtime.check_blocks == "digest")
+    earlier = store.read_plan()
+    finished, refused = store.finished_blocks(earlier, check_digest=runtime.check_blocks == "digest")
     for reason in refused:
         logger.warning("not accepted, computed again: %s", reason)
     form = block_form(store.identity)
-    plan, due = plan_blocks(
+    plan, missing = plan_blocks(
         wanted.lengths,
         finished,
-        store.read_plan(),
+        earlier,
         bytes_per_token=form.token_bytes,
         block_bytes=block_bytes,
         held_out=wanted.held_out,
     )
+    tokens = {block.name: sum(wanted.lengths.get(key, 0) for key in block.samples) for block in plan}
+    chosen = tokens.keys() if part is None else part.choose(tokens)
+    due = {block.name: block for block in missing if block.name in chosen}
+    order = longest_first({name: tokens[name] for name in due})
     if due:
-        present = list(_holding(finished, wanted.lengths).values())
-        ensure_unmixed(present, engine.environment(), allow_mixed=runtime.allow_mixed, folder=str(store.folder))
-        tokens = [sum(wanted.lengths[key] for key in block.samples) for block in due]
-        max_pending = _pending_blocks(runtime.host_memory_gb, max(tokens) * form.token_bytes)
+        host_blocks(runtime.host_memory_gb, tokens[order[0]] * form.token_bytes)
         if runtime.check_disk:
-            files = (feature_specs(num, len(block.samples), form) for num, block in zip(tokens, due, strict=True))
+            files = (feature_specs(tokens[name], len(block.samples), form) for name, block in due.items())
             remedy = "set runtime.scratch_dir to another disk, or runtime.check_disk: false"
             ensure_free_disk(store.folder, sum(map(file_bytes, files)), what="captured states", remedy=remedy)
         store.write_plan(plan)
-        _compute(due, wanted, engine, max_pending)
-        finished, _ = store.finished_blocks()
-    return _holding(finished, wanted.lengths)
+    return Due(
+        blocks=tuple(due[name] for name in order),
+        num_tokens=sum(tokens[name] for name in order),
+        present=holding(finished, wanted.lengths),
+    )
 
 
-def _compute(due: Sequence[PlannedBlock], wanted: Wanted, engine: Engine, max_pending: int) -> None:
-    """Compute and write the blocks that are due, in their order."""
-    total = sum(wanted.lengths.values())
-    missing = sum(wanted.lengths[key] for block in due for key in block.samples)
-    with engine.progress(total, total - missing) as progress:
-        capturer = engine.load()
-        with _writer_thread(max_pending) as submit:
-            for planned in due:
-                submit(capturer.compute(planned, [wanted.read_ids(key) for key in planned.samples], progress))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """The ranks that compute together, as one of them sees them.
+
+    Attributes:
+        peers: All ranks.
+        group: Those that share a copy of the target with this one.
+        parallelism: "replicate", "fsdp" (each rank of a group computes another block, in lockstep) or "tensor" (all
+            compute the same block, the first one writes it).
+    """
+
+    peers: Peers
+    group: Group
+    parallelism: str
+
+    def take(self, blocks: Sequence[_T]) -> tuple[_T | None, bool]:
+        """Take the next blocks of those that all groups share.
+
+        Returns:
+            The block of this rank, None if there is none for it, and whether its group has any.
+        """
+        self.peers.ensure_no_failure()
+        turn = self.group.agree(self.peers.add("turns", 1) - 1 if self.group.rank == 0 else 0)
+        count, mine = (self.group.size, self.group.rank) if self.parallelism == "fsdp" else (1, 0)
+        taken = blocks[turn * count : (turn + 1) * count]
+        return (taken[mine] if mine < len(taken) else None), bool(taken)
 
 
-def _pending_blocks(host_memory_gb: float, largest_block: int) -> int:
-    """Return how many blocks may wait for the disk beside the one being computed.
+def compute_blocks(
+    blocks: Sequence[_T],
+    read_block: Callable[[_T], tuple[PlannedBlock, list[torch.Tensor]]],
+    capturer: BlockCapturer,
+    crew: Crew,
+    progress: SharedProgress,
+    max_pending: int,
+) -> None:
+    """Compute and write blocks until none is left that no other rank has taken.
+
+    Args:
+        blocks: All that are due, the same on each rank.
+        read_block: Gives one of them with the ids of its samples, int32 [T] each.
+        capturer: Computes.
+        crew: The ranks.
+        progress: Told of tokens.
+        max_pending: How many blocks may wait for the disk.
+
+    Raises:
+        CaptureError: The target gave something unusable.
+        PeerLostError: Another rank has failed.
+    """
+    is_writer = crew.parallelism != "tensor" or crew.group.rank == 0
+    with _writer_thread(max_pending) as submit:
+        while True:
+            block, is_left = crew.take(blocks)
+            if not is_left:
+                return
+            planned, samples = (None, []) if block is None else read_block(block)
+            forwards = capturer.num_forwards(samples)
+            most = crew.group.most(forwards)
+            if planned and is_writer:
+                submit(capturer.compute(planned, samples, progress))
+            elif planned:
+                capturer.follow(samples)
+            capturer.idle(most - forwards)
+
+
+def host_blocks(host_memory_gb: float, largest_block: int) -> int:
+    """Return how many blocks may be on the host: the one being computed, and those that wait for the disk.
 
     Raises:
         SettingsError: Not even one block fits.
@@ -339,10 +436,10 @@ def _pending_blocks(host_memory_gb: float, largest_block: int) -> int:
             f"runtime.host_memory_gb: {host_memory_gb} GiB hold no block of {largest_block} bytes: raise it, or "
             "lower target.block_bytes"
         )
-    return blocks - 1
+    return blocks
 
 
-def _holding(finished: Mapping[str, Block], wanted: Mapping[str, int]) -> dict[str, Block]:
+def holding(finished: Mapping[str, Block], wanted: Mapping[str, int]) -> dict[str, Block]:
     """Return the blocks with at least one wanted sample, kept or dropped."""
     return {
         name: block

@@ -1,29 +1,36 @@
 """The capture stage as one call: settings and tokens in, ledger out.
 
-The capture identity is worked out from the configuration and the weights' fingerprint, without loading anything;
-the target is loaded only if samples are missing.
+One process coordinates: it works out the capture identity from the configuration and the weights' fingerprint, without
+loading anything, holds the lock, and decides what is due. Only if something is do ranks compute it: this process
+itself, others that it starts, or those that torchrun, srun or mpirun started together with it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.blocks import WEIGHTS_NAME, WEIGHTS_RECORD_NAME, Block, BlockStore, scratch_folders
-from dspark_cache.capture import GIB, BlockCapturer, Engine, Wanted, capture_blocks
-from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError
-from dspark_cache.files import put_file, put_json
-from dspark_cache.forward import Capturer, capture_environment, pick_device
+import torch
+
+from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore, Slice, distinct_environments, scratch_folders
+from dspark_cache.capture import GIB, Wanted, holding, plan_due
+from dspark_cache.capture_rank import Work, compute_work, kept_weights
+from dspark_cache.errors import CaptureError, SettingsError
+from dspark_cache.forward import ensure_gpus
 from dspark_cache.inputs import ensure_pinned
+from dspark_cache.launch import die_with_parent, launch_ranks, read_orders
 from dspark_cache.ledger import Ledger
-from dspark_cache.progress import Progress
-from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, STAGE_VERSIONS
-from dspark_cache.shard_file import ShardFile, write_tensors
-from dspark_cache.strict_json import Fields, read_json_object
+from dspark_cache.ranks import Peers, Rank, ending_together, find_rank
+from dspark_cache.schema import AUTO, STAGE_VERSIONS
+from dspark_cache.sharding import ensure_shardable
+from dspark_cache.stage import LEDGER_PATH
+from dspark_cache.strict_json import is_int
 from dspark_cache.target import (
     TargetFacts,
     is_weight_file,
-    load_target,
     read_target_facts,
     resolve_layer_ids,
     target_folder,
@@ -32,15 +39,17 @@ from dspark_cache.target import (
 from dspark_cache.tokens import hold_out
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import torch
-
+    from dspark_cache.settings import RuntimeSettings
     from dspark_cache.stage import StageContext
-    from dspark_cache.target import Target
     from dspark_cache.tokens import Tokens
 
 logger = logging.getLogger(__name__)
+
+CAPTURE_MODULE = "stages.capture"
+"""What started ranks run, as dvc.yaml does."""
 
 IDENTITY_KEYS = {
     "model": "weights",
@@ -84,28 +93,84 @@ def capture_identity(stage: StageContext, folder: Path, facts: TargetFacts) -> d
     }
 
 
-def capture_features(stage: StageContext, tokens: Tokens) -> Ledger:
+def capture_features(stage: StageContext, tokens: Tokens) -> Ledger | None:
     """Capture the states of every sample that scratch does not hold yet.
+
+    Returns:
+        The ledger; None in ranks that only compute, and of a slice.
 
     Raises:
         InputError: The target cannot be used, or has changed.
         SettingsError: Settings that do not fit the target or this machine.
         LockedError: Another process captures the same identity.
-        CaptureError: The target gave something unusable.
+        CaptureError: The target gave something unusable, or a rank failed.
     """
-    trust = stage.settings.target.trust_remote_code
-    folder = target_folder(stage.target, stage.root, trust_remote_code=trust, weights=True)
-    facts = read_target_facts(folder, trust_remote_code=trust)
+    orders, rank = read_orders(os.environ), find_rank(os.environ)
+    if rank is None:
+        count = _count_processes(stage.settings.runtime)
+        return _coordinate(stage, tokens, Rank(0, count, 0, count), lambda work: _run(stage, tokens, work, count))
+    if rank.number:
+        logging.getLogger().setLevel(logging.WARNING)  # rank 0 says the rest for all
+    if orders is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    peers = Peers.join(rank)
+    with ending_together(peers, orders.report(rank.number) if orders else None):
+        if orders is None and rank.number == 0:
+            return _coordinate(stage, tokens, rank, lambda work: _run_joined(stage, tokens, work, peers))
+        told = orders.content if orders else json.loads(peers.hear("work"))
+        if told is not None:
+            compute_work(stage, tokens, Work(**told), peers)
+    return None
+
+
+def _count_processes(runtime: RuntimeSettings) -> int:
+    """Return how many processes capture on this machine, where nobody has started them; a GPU need not be there."""
+    if runtime.processes != AUTO:
+        return int(runtime.processes)
+    return max(1, torch.cuda.device_count()) if runtime.device in (AUTO, "cuda") else 1
+
+
+def _run(stage: StageContext, tokens: Tokens, work: Work | None, count: int) -> None:
+    """Compute in this process, or in as many as there are to be."""
+    if work is None:
+        return
+    if count == 1:
+        compute_work(stage, tokens, work, Peers.alone())
+    else:
+        ensure_gpus(stage.settings.runtime.device, count)
+        launch_ranks(CAPTURE_MODULE, count, asdict(work), {"OMP_NUM_THREADS": str(work.num_threads)})
+
+
+def _run_joined(stage: StageContext, tokens: Tokens, work: Work | None, peers: Peers) -> None:
+    """Tell the other ranks, and compute with them."""
+    peers.tell("work", json.dumps(work and asdict(work)).encode())
+    if work is not None:
+        compute_work(stage, tokens, work, peers)
+
+
+def _coordinate(stage: StageContext, tokens: Tokens, rank: Rank, run: Callable[[Work | None], None]) -> Ledger | None:
+    """Find out what is due, let it be computed, and return the ledger of all that is there."""
+    runtime, target = stage.settings.runtime, stage.settings.target
+    folder = target_folder(stage.target, stage.root, trust_remote_code=target.trust_remote_code, weights=True)
+    facts = read_target_facts(folder, trust_remote_code=target.trust_remote_code)
+    size = _group_size(runtime, rank)
+    if runtime.parallelism != "replicate":
+        ensure_shardable(folder, runtime.parallelism, size, trust_remote_code=target.trust_remote_code)
     identity = capture_identity(stage, folder, facts)
     warn_unservable(identity["target_layer_ids"], facts.num_hidden_layers)
     store = BlockStore(stage.scratch, identity)
     _list_other_scratch(stage.scratch, store)
-    with store.lock():
-        for name in store.prepare():
+    part = Slice.parse(runtime.slice) if runtime.slice else None
+    with store.lock() if part is None else store.slice_lock(part):
+        for name in store.prepare(is_alone=part is None):
             logger.info("removed %s, left half-written by an earlier run", store.folder / name)
-        load = _Loader(stage, folder, identity["compute_dtype"])
-        blocks = _capture(stage, tokens, store, load)
-        weights = _keep_weights(store, load)
+        blocks = _capture(stage, tokens, store, rank, run)
+        weights = kept_weights(store)
+    if part is not None:
+        logger.info("slice %s is there: without runtime.slice, a run writes %s", runtime.slice, LEDGER_PATH)
+        return None
+    if weights is None:
+        raise CaptureError(f"{store.folder / WEIGHTS_NAME} was not kept: run again")
     return Ledger(
         identity=identity,
         target_model=stage.target.text,
@@ -119,63 +184,72 @@ def capture_features(stage: StageContext, tokens: Tokens) -> Ledger:
     )
 
 
-class _Loader:
-    """Loads the target at most once, when somebody first asks for it."""
+def _group_size(runtime: RuntimeSettings, rank: Rank) -> int:
+    """Return how many ranks share one copy of the target.
 
-    def __init__(self, stage: StageContext, folder: Path, compute_dtype: str) -> None:
-        self._stage = stage
-        self._folder = folder
-        self._compute_dtype = compute_dtype
-        self._target: Target | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return pick_device(self._stage.settings.runtime.device)
-
-    def __call__(self) -> Target:
-        if self._target is None:
-            logger.info("loading %s in %s on %s", self._folder, self._compute_dtype, self.device)
-            self._target = load_target(self._folder, self._stage.settings.target, self._compute_dtype, self.device)
-        return self._target
+    Raises:
+        SettingsError: The ranks cannot be divided so.
+    """
+    if runtime.parallelism == "replicate":
+        return 1
+    size = rank.local_count if runtime.group_size == AUTO else int(runtime.group_size)
+    if rank.count % size:
+        raise SettingsError(
+            f"runtime.group_size: {rank.count} processes cannot be divided into groups of {size}: choose a divisor"
+        )
+    return size
 
 
-def _capture(stage: StageContext, tokens: Tokens, store: BlockStore, load: _Loader) -> dict[str, Block]:
-    """Compute the missing blocks of the data set's samples; refuse what may not be left out."""
-    settings = stage.settings
+def _capture(
+    stage: StageContext, tokens: Tokens, store: BlockStore, rank: Rank, run: Callable[[Work | None], None]
+) -> dict[str, Block]:
+    """Let missing blocks of the data set's samples be computed; refuse what may not be left out."""
+    settings, runtime = stage.settings, stage.settings.runtime
+    part = Slice.parse(runtime.slice) if runtime.slice else None
     first_index: dict[str, int] = {}
     for index, key in enumerate(tokens.keys()):
         first_index.setdefault(key, index)
-
-    def environment() -> dict[str, Any]:
-        return capture_environment(load.device, settings.runtime)
-
-    def load_capturer() -> BlockCapturer:
-        identity = store.identity
-        return BlockCapturer(
-            Capturer(load(), identity["target_layer_ids"], identity["hidden_size"]),
-            store,
-            environment(),
-            drop_nonfinite=settings.target.nonfinite == "drop",
-            describe=lambda key: f"sample {first_index[key]}",
+    lengths = {key: tokens.length(index) for key, index in first_index.items()}
+    wanted = Wanted(lengths=lengths, held_out=len(hold_out(first_index, settings.data.eval_samples)))
+    due = plan_due(store, wanted, block_bytes=settings.target.block_bytes, runtime=runtime, part=part)
+    keeps_weights = kept_weights(store) is None and (part is None or part.number == 1)
+    blocks = due.present
+    if not due.blocks and not keeps_weights:
+        run(None)
+    else:
+        present = distinct_environments(blocks.values())
+        run(
+            Work(
+                identity=store.identity,
+                target=asdict(settings.target),
+                blocks=[(block.name, [first_index[key] for key in block.samples]) for block in due.blocks],
+                num_tokens=sum(lengths.values()),
+                num_due=due.num_tokens,
+                present=present,
+                num_threads=_num_threads(present, rank),
+                group_size=_group_size(runtime, rank),
+                keeps_weights=keeps_weights,
+            )
         )
-
-    blocks = capture_blocks(
-        store,
-        Wanted(
-            lengths={key: tokens.length(index) for key, index in first_index.items()},
-            read_ids=lambda key: tokens.input_ids(first_index[key]),
-            held_out=len(hold_out(first_index, settings.data.eval_samples)),
-        ),
-        Engine(
-            environment=environment,
-            load=load_capturer,
-            progress=lambda total, done: Progress("capture", total, "tok", done=done),
-        ),
-        block_bytes=settings.target.block_bytes,
-        runtime=settings.runtime,
-    )
+        finished, _ = store.finished_blocks(due.blocks)
+        absent = [block.name for block in due.blocks if block.name not in finished]
+        if absent:
+            raise CaptureError(f"{len(absent)} blocks are not in {store.folder}, {absent[0]} among them: run again")
+        blocks = holding(finished, lengths)
     _report_dropped(stage, blocks, first_index)
     return blocks
+
+
+def _num_threads(present: Sequence[dict[str, Any]], rank: Rank) -> int:
+    """Return how many threads a process computes with on a CPU: as many as for the blocks that are there.
+
+    Their number moves last bits, so another number of processes must not change it.
+    """
+    recorded = {environment.get("threads") for environment in present}
+    if len(recorded) == 1 and is_int(number := recorded.pop()):
+        return int(number)
+    shared_by = 1 if "OMP_NUM_THREADS" in os.environ else rank.local_count
+    return max(1, torch.get_num_threads() // shared_by)
 
 
 def _report_dropped(stage: StageContext, blocks: dict[str, Block], first_index: dict[str, int]) -> None:
@@ -193,27 +267,6 @@ def _report_dropped(stage: StageContext, blocks: dict[str, Block], first_index: 
     if stage.settings.target.nonfinite == "error":
         raise CaptureError(f"{len(dropped)} samples are not finite: {named}; target.nonfinite: drop leaves them out")
     logger.warning("%d samples are left out: %s", len(dropped), named)
-
-
-def _keep_weights(store: BlockStore, load: _Loader) -> tuple[int, str]:
-    """Keep embedding and lm_head in scratch, once; return size and sha256 of the file."""
-    path, record = store.folder / WEIGHTS_NAME, store.folder / WEIGHTS_RECORD_NAME
-    if record.exists():
-        try:
-            fields = Fields(read_json_object(record), name=str(record))
-            size, digest = fields.count("bytes", minimum=1), fields.sha256("sha256")
-            fields.finish()
-            if ShardFile(path).size == size:
-                return size, digest
-        except (CacheFormatError, CacheNotFoundError) as error:
-            logger.warning("not accepted, written again: %s", error)
-    target = load()
-    embed, head = target.embed_weight, target.head_weight
-    tensors = {EMBED_KEY: embed} if head is embed else {EMBED_KEY: embed, LM_HEAD_KEY: head}
-    with put_file(path) as temporary:
-        digest = write_tensors(temporary, {key: weight.detach().cpu() for key, weight in tensors.items()})
-    put_json(record, {"bytes": path.stat().st_size, "sha256": digest})
-    return path.stat().st_size, digest
 
 
 def _list_other_scratch(scratch: Path, store: BlockStore) -> None:

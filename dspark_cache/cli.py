@@ -328,11 +328,10 @@ def _confirmed(question: str) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    from dspark_cache.blocks import LOCK_NAME
-    from dspark_cache.files import FileLock
+    from dspark_cache.blocks import lock_folder
 
     try:
-        with FileLock(folder / LOCK_NAME):
+        with lock_folder(folder):
             shutil.rmtree(folder)
     except LockedError as error:
         print(f"kept {folder}: {error}", file=sys.stderr)

@@ -447,15 +447,32 @@ class FileLock:
             os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int, path: Path, *, shared: bool = False) -> None:
     """Lock an open lock file or raise `LockedError` with what is known of the holder."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         raise LockedError(_locked_message(path, _holder(descriptor))) from None
     holder = _holder(descriptor)
     if holder.get("host") not in (None, socket.gethostname()):
         raise LockedError(_locked_message(path, holder))
+
+
+def ensure_unlocked(path: Path) -> None:
+    """Check that nobody holds the lock on `path`, a dead process of this host aside.
+
+    Raises:
+        LockedError: Naming the holder.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        with naming(path):
+            _lock(descriptor, path, shared=True)  # so that those who only ask do not refuse each other
+    finally:
+        os.close(descriptor)
 
 
 def _holder(descriptor: int) -> dict[str, object]:

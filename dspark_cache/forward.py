@@ -6,7 +6,6 @@ any family's module names. Capture runs batches through it; recompute shares onl
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +16,46 @@ from dspark_cache.errors import CaptureError, SettingsError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dspark_cache.ranks import Rank
     from dspark_cache.settings import RuntimeSettings
     from dspark_cache.target import Target
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, rank: Rank | None = None) -> torch.device:
     """Return the device that `runtime.device` names; "auto" is CUDA where there is one.
 
+    Args:
+        name: The setting.
+        rank: Of several ranks, the one that asks: each has a GPU of its own, or sees no other.
+
     Raises:
-        SettingsError: No such device on this machine.
+        SettingsError: No such device on this machine, or too few.
     """
+    device = _named_device(name)
+    if rank is None or rank.count == 1 or device.type == "cpu":
+        return device
+    visible = torch.cuda.device_count()
+    ensure_gpus(name, rank.local_count if visible > 1 else 1)  # srun --gpus-per-task=1 shows each process its own
+    return torch.device("cuda", rank.local if visible > 1 else 0)
+
+
+def ensure_gpus(name: str, count: int) -> None:
+    """Check that as many processes as `count` have a GPU each, if they are to compute on GPUs.
+
+    Raises:
+        SettingsError: There are fewer, or the setting names one.
+    """
+    if _named_device(name).type == "cpu":
+        return
+    if ":" in name and count > 1:
+        raise SettingsError(f"runtime.device: {count} processes cannot share {name}: expected auto, cpu or cuda")
+    if count > torch.cuda.device_count():
+        raise SettingsError(
+            f"runtime.processes: {count} processes on a machine that shows them {torch.cuda.device_count()} GPUs"
+        )
+
+
+def _named_device(name: str) -> torch.device:
     if name != "auto" and name.partition(":")[0] not in ("cpu", "cuda"):
         raise SettingsError(f"runtime.device: expected auto, cpu, cuda or cuda:N, found {name!r}")
     if name == "auto":
@@ -39,8 +68,14 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def capture_environment(device: torch.device, runtime: RuntimeSettings) -> dict[str, Any]:
-    """Return what moves the last bits of states and is no part of their identity."""
+def capture_environment(device: torch.device, runtime: RuntimeSettings, group_size: int = 1) -> dict[str, Any]:
+    """Return what moves the last bits of states and is no part of their identity.
+
+    Args:
+        device: Where the target is.
+        runtime: Its batch budget and parallelism.
+        group_size: Ranks that share one copy of the target; it counts where they share the arithmetic too.
+    """
     import transformers
 
     on_cpu = device.type == "cpu"
@@ -49,7 +84,7 @@ def capture_environment(device: torch.device, runtime: RuntimeSettings) -> dict[
         "instruction_set": torch.backends.cpu.get_cpu_capability() if on_cpu else None,
         "threads": torch.get_num_threads() if on_cpu else None,
         "max_tokens_per_batch": runtime.max_tokens_per_batch,
-        "parallelism": runtime.parallelism,
+        "parallelism": f"tensor:{group_size}" if runtime.parallelism == "tensor" else runtime.parallelism,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -99,7 +134,6 @@ class Capturer:
         # The last layer's id means the final norm's output, which is last_hidden_state; i is hidden_states[i + 1].
         self._last_id = len(target.layers) - 1
         self._selection = [layer + 1 for layer in layer_ids if layer != self._last_id]
-        self._takes_mask = "attention_mask" in inspect.signature(target.base.forward).parameters
 
     @property
     def device(self) -> torch.device:
@@ -125,8 +159,9 @@ class Capturer:
         ids = torch.zeros((len(samples), width), dtype=torch.int64)
         for row, sample in zip(ids, samples, strict=True):
             row[: len(sample)] = sample
-        real = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
-        output = self._forward(ids.to(self._target.device), real.to(self._target.device))
+        real = torch.arange(width) < torch.tensor(lengths)[:, None]
+        rows = self._to_device(real.flatten().nonzero().flatten())
+        output = self._forward(self._to_device(ids))
         shape = (*ids.shape, self._hidden_size)
         if self._selection and len(output.hidden_states) != self._last_id + 2:
             raise CaptureError(
@@ -138,17 +173,32 @@ class Capturer:
             index - 1: check_state(output.hidden_states[index], f"layer {index - 1}", shape)
             for index in self._selection
         }
-        rows = real.to(self._target.device)
-        hidden = torch.cat([by_id[layer][rows] for layer in self._layer_ids], dim=-1)
-        last = last[rows]
+        hidden = torch.cat([by_id[layer].flatten(0, 1)[rows] for layer in self._layer_ids], dim=-1)
+        last = last.flatten(0, 1)[rows]
         finite = torch.isfinite(hidden).all(dim=-1) & torch.isfinite(last).all(dim=-1)
         return States(hidden=hidden, last=last, finite=finite)
 
-    def _forward(self, ids: torch.Tensor, real: torch.Tensor) -> Any:
-        mask = {"attention_mask": real.long()} if self._takes_mask else {}
-        return self._target.base(
-            input_ids=ids, use_cache=False, output_hidden_states=self._selection or False, return_dict=True, **mask
-        )
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """Run a forward whose states nobody wants, where forwards are collectives and another rank runs one."""
+        self._forward(torch.zeros((1, 1), dtype=torch.int64, device=self._target.device))
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy to the device; on CUDA without waiting for what runs there."""
+        if self._target.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._target.device, non_blocking=True)
+
+    def _forward(self, ids: torch.Tensor) -> Any:
+        """Run the target without lm_head.
+
+        There is no attention mask: padding is on the right, where no real token of a causal model sees it, and
+        without a mask attention takes its fastest kernel and waits for no comparison of mask values.
+        """
+        with torch.autocast(self._target.device.type, enabled=False):  # whatever the caller does
+            return self._target.base(
+                input_ids=ids, use_cache=False, output_hidden_states=self._selection or False, return_dict=True
+            )
 
     def bad_layer(self, states: States) -> str:
         """Name the first state that holds a number that is not finite."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.blocks import Block
+from dspark_cache.blocks import Block, distinct_environments
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError
 from dspark_cache.files import put_output
 from dspark_cache.schema import DTYPE_MAP, STAGE_VERSIONS
@@ -68,8 +68,7 @@ class Ledger:
 
     def environments(self) -> list[dict[str, Any]]:
         """Return the distinct environments of the blocks, sorted."""
-        distinct = {repr(sorted(block.environment.items(), key=str)): block.environment for block in self.blocks}
-        return [distinct[key] for key in sorted(distinct)]
+        return distinct_environments(self.blocks)
 
     def write(self, path: Path) -> None:
         """Put the ledger in place.

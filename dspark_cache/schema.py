@@ -83,7 +83,7 @@ SAFETENSORS_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 SAFETENSORS_NAMES: Final = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
-STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 1, "shards": 4, "verify": 4}
+STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 2, "shards": 4, "verify": 4}
 """Raised when the same input would give other output; `stages/versions.yaml` holds the same numbers."""
 
 VERIFY_LEVELS: Final = ("files", "headers", "bytes", "values", "supervision")

@@ -31,6 +31,12 @@ YAML_ERRORS = (YAMLError, ValueError, RecursionError)
 """What ruamel.yaml raises on bad text; ValueError comes from dates that do not exist and from bad UTF-8."""
 
 
+def is_slice(text: str) -> bool:
+    """Say whether a text is "K/N" with K from 1 to N."""
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    return found is not None and 1 <= int(found[1]) <= int(found[2])
+
+
 def _at_least(default: Any, minimum: int) -> Any:
     return field(default=default, metadata={"minimum": minimum})
 
@@ -101,15 +107,20 @@ class RuntimeSettings:
     """Section `runtime`: where and how fast, never what; part of no identity."""
 
     device: str = "auto"
-    processes: int | str = field(default="auto", metadata={"choices": ("auto", 1)})
-    parallelism: str = _one_of("replicate", "replicate")
+    processes: int | str = field(default=AUTO, metadata={"words": (AUTO,), "minimum": 1})
+    """Processes that capture on this machine; auto: one a visible GPU."""
+    parallelism: str = _one_of("replicate", "replicate", "fsdp", "tensor")
+    group_size: int | str = field(default=AUTO, metadata={"words": (AUTO,), "minimum": 1})
+    """Processes that share one copy of the target where it is sharded; auto: those of one machine."""
+    slice: str | None = field(default=None, metadata={"form": ("K/N with K from 1 to N", is_slice)})
+    """Part of the blocks that this run computes, independently of the others, without writing the ledger."""
     max_tokens_per_batch: int = _at_least(8192, 1)
     """Rows times width of one forward; a longer sample is a batch of its own."""
     num_workers: int = _at_least(2, 0)
     scratch_dir: str = ".work"
     keep_blocks: bool = True
     host_memory_gb: float = _at_least(4.0, 0)
-    """GiB of captured states held on the host while they wait for the disk."""
+    """GiB of captured states that each process holds on the host while they wait for the disk."""
     allow_mixed: bool = False
     check_blocks: str = _one_of("headers", "headers", "digest")
     check_disk: bool = True
@@ -240,6 +251,8 @@ def _fault_of(value: Any, hint: Any, metadata: Mapping[str, Any]) -> str | None:
         return expected
     if isinstance(value, str) and "words" in metadata:
         return None if value in metadata["words"] else expected
+    if "form" in metadata and not metadata["form"][1](value):
+        return expected
     numbers = value if isinstance(value, list) else [value]
     if "minimum" in metadata and any(number < metadata["minimum"] for number in numbers):
         return expected
@@ -267,6 +280,8 @@ def _expectation(kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> str:
     names: dict[Any, str] = {**_NAMES}
     if "words" in metadata:
         names[str] = ", ".join(metadata["words"])
+    if "form" in metadata:
+        names[str] = metadata["form"][0]
     text = " or ".join(names.get(kind, "a list of integers") for kind in kinds)
     return text + (f" of at least {metadata['minimum']}" if "minimum" in metadata else "")
 

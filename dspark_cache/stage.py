@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ruamel.yaml import YAML
 
-from dspark_cache.blocks import LOCK_NAME, scratch_folders
+from dspark_cache.blocks import lock_files, scratch_folders
 from dspark_cache.errors import DsparkCacheError, SettingsError, Terminated
 from dspark_cache.files import building_lock
 from dspark_cache.inputs import Fingerprints, Input, locate_inputs
@@ -62,7 +62,7 @@ def writer_locks(root: Path, scratch: Path) -> list[Path]:
     """Return every lock that a stage may hold: of its output in `root`, and of each capture in `scratch`."""
     outputs = (TOKENS_PATH, LEDGER_PATH, CACHE_PATH, eval_folder(CACHE_PATH), REPORT_PATH)
     return [building_lock(root / path) for path in outputs] + [
-        folder / LOCK_NAME for folder, _ in scratch_folders(scratch)
+        path for folder, _ in scratch_folders(scratch) for path in lock_files(folder)
     ]
 
 
@@ -121,8 +121,10 @@ def run_stage(main: Callable[[], object]) -> int:
         return _say(f"error: {error}", 1)
     except OSError as error:
         return _say(f"error: {error}: nothing was put in place, make room or mend the disk and run again", 1)
-    except (KeyboardInterrupt, Terminated):
-        signals.last = signals.last or signal.SIGINT
+    except KeyboardInterrupt:
+        signals.last = signal.SIGINT
+    except Terminated:
+        signals.last = signal.SIGTERM
     if signals.last is None:
         return 0
     word = "interrupted" if signals.last == signal.SIGINT else "terminated"

@@ -235,13 +235,13 @@ class Target:
 
     @property
     def embed_weight(self) -> torch.Tensor:
-        """Weight of the input embedding, [V, H]."""
+        """Weight of the input embedding, [V, H]; of a sharded target this rank's part of it, a DTensor."""
         weight: torch.Tensor = self.model.get_input_embeddings().weight
         return weight
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Weight of lm_head, [V, H]; the same tensor as the embedding's where they are tied."""
+        """Weight of lm_head, as the embedding's; the same tensor where they are tied."""
         weight: torch.Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -253,13 +253,16 @@ def load_target(folder: Path, settings: TargetSettings, compute_dtype: str, devi
         InputError: Pickled weights only, tensors missing or of another shape, no lm_head or one with a bias, or
             layers that are not found.
     """
-    if not any(folder.glob("*.safetensors")):
-        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-        raise InputError(
-            f"target.model: {folder} has no *.safetensors weights"
-            + (f"; {pickled[0]} is pickled and never loaded, convert it with save_pretrained" if pickled else "")
-        )
-    model = _from_pretrained(folder, settings, DTYPE_MAP[compute_dtype]).to(device).eval().requires_grad_(False)
+    return as_target(load_model(folder, settings, compute_dtype).to(device), device)
+
+
+def as_target(model: Any, device: torch.device) -> Target:
+    """Prepare a loaded model for inference and find its parts.
+
+    Raises:
+        InputError: No lm_head or one with a bias, or layers that are not found.
+    """
+    model.eval().requires_grad_(False)
     head = model.get_output_embeddings()
     if head is None:
         raise InputError(f"target.model: {type(model).__name__} has no lm_head")
@@ -312,22 +315,40 @@ def read_model_size(folder: Path, settings: TargetSettings, compute_dtype: str) 
     return ModelSize(num_bytes=size, ties_weights=head is not None and head.weight is embed.weight)
 
 
-def _from_pretrained(folder: Path, settings: TargetSettings, dtype: torch.dtype) -> Any:
+def load_model(folder: Path, settings: TargetSettings, compute_dtype: str, **how: Any) -> Any:
+    """Load the whole model as transformers does, and check that all of it came from the checkpoint.
+
+    Args:
+        folder: Folder of the checkpoint.
+        settings: Section `target` of the settings.
+        compute_dtype: Key of `DTYPE_MAP`.
+        how: Further arguments of `from_pretrained`.
+
+    Raises:
+        InputError: Pickled weights only, or tensors missing or of another shape.
+    """
     from transformers.utils.logging import disable_progress_bar
 
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        raise InputError(
+            f"target.model: {folder} has no *.safetensors weights"
+            + (f"; {pickled[0]} is pickled and never loaded, convert it with save_pretrained" if pickled else "")
+        )
     auto_class, _ = _model_class(folder, settings)
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = auto_class.from_pretrained(
             folder,
-            dtype=dtype,
+            dtype=DTYPE_MAP[compute_dtype],
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            **how,
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise InputError(f"target.model: {folder} cannot be loaded: {error}") from error

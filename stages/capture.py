@@ -10,10 +10,11 @@ from dspark_cache.tokens import Tokens
 
 
 def main() -> None:
-    """Capture what is missing and put `features.json` in place."""
+    """Capture what is missing and put `features.json` in place; one rank of several does that, and no slice."""
     stage = open_stage("capture")
     ledger = capture_features(stage, Tokens(stage.root / TOKENS_PATH))
-    ledger.write(stage.root / LEDGER_PATH)
+    if ledger is not None:
+        ledger.write(stage.root / LEDGER_PATH)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ VOCAB_SIZE = 32
 Tally = Callable[[str, int], None]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
 @pytest.fixture
 def tally(record_property: Callable[[str, object], None]) -> Tally:
     """Return a function that counts what a test tried; the sums are printed at the end of the run."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
-import subprocess
-import sys
-from contextlib import suppress
-from itertools import product
+import os
+import signal
+import socket
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
+from itertools import chain, product
+from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,18 +24,25 @@ from dspark_cache.blocks import (
     Block,
     BlockStore,
     PlannedBlock,
+    Slice,
+    block_name,
     cut_batches,
     identity_hash,
+    lock_files,
+    lock_folder,
+    longest_first,
     plan_blocks,
     scratch_folders,
 )
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, LockedError
+from dspark_cache.files import FileLock, ensure_unlocked
 from dspark_cache.ragged import StatesForm, feature_specs
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
+from dspark_cache.settings import is_slice
 from dspark_cache.shard_file import file_bytes, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
 IDENTITY = {
@@ -48,14 +59,25 @@ def key(number: int) -> str:
     return f"{number:032x}"
 
 
-def block(name: str = "block-000000", samples: Sequence[int] = (1, 2), **values: Any) -> Block:
+def planned(*samples: int) -> PlannedBlock:
+    return PlannedBlock(tuple(map(key, samples)))
+
+
+def block(samples: Sequence[int] = (1, 2), **values: Any) -> Block:
+    """Return a record; of a block without dropped samples unless it is told a name."""
     lengths = values.pop("lengths", tuple(2 + position for position in range(len(samples))))
     record = {"num_bytes": 0, "sha256": "0" * 64, "dropped": {}, "environment": {}, **values}
-    return Block(name=name, samples=tuple(map(key, samples)), lengths=tuple(lengths), **record)
+    return Block(**{"name": planned(*samples).name, **record}, samples=tuple(map(key, samples)), lengths=tuple(lengths))
 
 
-def planned(name: str, *samples: int) -> PlannedBlock:
-    return PlannedBlock(name=name, samples=tuple(map(key, samples)))
+# Names
+
+
+def test_a_block_is_named_by_its_samples_in_their_order() -> None:
+    """A literal: under another name all blocks that are there would be captured anew."""
+    assert planned(1, 2).name == block_name([key(1), key(2)]) == "block-751e52c6956c49c4"
+    names = {planned(*samples).name for samples in ((), (1,), (2,), (1, 2), (2, 1), (1, 2, 3))}
+    assert len(names) == 6
 
 
 # The plan
@@ -74,9 +96,6 @@ def plan(
     )
 
 
-B0, B1, B2, B7, B8 = (f"block-{number:06d}" for number in (0, 1, 2, 7, 8))
-
-
 @pytest.mark.parametrize(
     ("wanted", "finished", "earlier", "expected_plan", "expected_due"),
     [
@@ -87,47 +106,49 @@ B0, B1, B2, B7, B8 = (f"block-{number:06d}" for number in (0, 1, 2, 7, 8))
             {3: 2, 1: 2, 2: 1},
             [],
             [],
-            [planned(B0, 3, 1), planned(B1, 2)],
-            [planned(B0, 3, 1), planned(B1, 2)],
+            [planned(3, 1), planned(2)],
+            [planned(3, 1), planned(2)],
         ),
         # a huge sample is alone, also between small ones
         (
             {1: 1, 2: 9, 3: 1},
             [],
             [],
-            [planned(B0, 1), planned(B1, 2), planned(B2, 3)],
-            [planned(B0, 1), planned(B1, 2), planned(B2, 3)],
+            [planned(1), planned(2), planned(3)],
+            [planned(1), planned(2), planned(3)],
         ),
         # finished blocks of the plan stay, everything is there
-        ({1: 2, 2: 2}, [block(B0, [1, 2])], [planned(B0, 1, 2)], [planned(B0, 1, 2)], []),
-        # finished blocks count without a plan, and their names are taken
-        ({1: 2, 2: 2, 3: 2}, [block(B7, [1, 2])], [], [planned(B8, 3)], [planned(B8, 3)]),
+        ({1: 2, 2: 2}, [block([1, 2])], [planned(1, 2)], [planned(1, 2)], []),
+        # finished blocks count without a plan
+        ({1: 2, 2: 2, 3: 2}, [block([1, 2])], [], [planned(3)], [planned(3)]),
         # a dropped sample is done with
-        ({1: 2, 2: 2}, [block(B0, [1], dropped={key(2): "x"})], [], [], []),
+        ({1: 2, 2: 2}, [block([1], dropped={key(2): "x"})], [], [], []),
+        # and its block is finished under the name of its plan, which also names the sample that was dropped
+        (
+            {1: 2, 2: 2},
+            [block([1], name=planned(1, 2).name, dropped={key(2): "x"})],
+            [planned(1, 2)],
+            [planned(1, 2)],
+            [],
+        ),
         # an earlier unfinished block stays as it was, though its samples would be cut otherwise
         (
             {1: 1, 2: 1, 3: 1, 4: 1},
             [],
-            [planned(B1, 2), planned(B2, 3)],
-            [planned(B1, 2), planned(B2, 3), planned("block-000003", 1, 4)],
-            [planned(B1, 2), planned(B2, 3), planned("block-000003", 1, 4)],
+            [planned(2), planned(3)],
+            [planned(2), planned(3), planned(1, 4)],
+            [planned(2), planned(3), planned(1, 4)],
         ),
         # but not if one of its samples is no longer wanted
-        ({2: 1}, [], [planned(B0, 1, 2)], [planned(B0, 2)], [planned(B0, 2)]),
+        ({2: 1}, [], [planned(1, 2)], [planned(2)], [planned(2)]),
         # nor if one of them was captured elsewhere
+        ({1: 1, 2: 1}, [block([1])], [planned(1, 2)], [planned(2)], [planned(2)]),
         (
             {1: 1, 2: 1},
-            [block(B7, [1])],
-            [planned(B0, 1, 2)],
-            [planned(B8, 2)],
-            [planned(B8, 2)],
-        ),
-        (
-            {1: 1, 2: 1},
-            [block(B7, [], dropped={key(1): "x"})],
-            [planned(B0, 1, 2)],
-            [planned(B8, 2)],
-            [planned(B8, 2)],
+            [block([], name=planned(1).name, dropped={key(1): "x"})],
+            [planned(1, 2)],
+            [planned(2)],
+            [planned(2)],
         ),
     ],
 )
@@ -151,7 +172,7 @@ def test_a_resume_makes_the_blocks_that_an_undisturbed_run_makes() -> None:
     lengths = {number: 1 + number % 3 for number in range(12)}
     whole, due = plan(lengths)
     for done in range(len(due) + 1):
-        finished = [dataclasses.replace(block(b.name, []), samples=b.samples) for b in due[:done]]
+        finished = [dataclasses.replace(block(), name=b.name, samples=b.samples) for b in due[:done]]
         assert plan(lengths, finished, whole) == (whole, due[done:])
 
 
@@ -161,13 +182,10 @@ def test_every_wanted_sample_is_in_exactly_one_block(data: st.DataObject) -> Non
     numbers = st.integers(0, 12)
     wanted = data.draw(st.dictionaries(numbers, st.integers(1, 6)))
     groups = data.draw(st.dictionaries(numbers, st.integers(0, 3)))
-    blocks = [
-        (f"block-{group:06d}", [number for number in groups if groups[number] == group])
-        for group in sorted(set(groups.values()))
-    ]
+    blocks = [[number for number in groups if groups[number] == group] for group in sorted(set(groups.values()))]
     count = data.draw(st.integers(0, len(blocks)))
-    finished = [block(name, group) for name, group in blocks[:count]]
-    earlier = [planned(name, *group) for name, group in blocks]
+    finished = [block(group) for group in blocks[:count]]
+    earlier = [planned(*group) for group in blocks]
     size = data.draw(st.integers(1, 80))
     whole, due = plan(wanted, finished, earlier, size)
     done = [sample for each in finished for sample in each.samples]
@@ -180,6 +198,90 @@ def test_every_wanted_sample_is_in_exactly_one_block(data: st.DataObject) -> Non
     for each in due:
         tokens = sum(wanted[int(sample, 16)] for sample in each.samples)
         assert each in earlier or len(each.samples) == 1 or tokens * 10 <= size
+
+
+# Slices
+
+
+@pytest.mark.parametrize(("text", "number", "count"), [("1/1", 1, 1), ("3/16", 3, 16), ("16/16", 16, 16)])
+def test_a_slice_is_read_from_its_text(text: str, number: int, count: int) -> None:
+    assert Slice.parse(text) == Slice(number, count)
+    assert Slice.parse(text).lock_name == f"lock-slice-{number}-of-{count}"
+
+
+@pytest.mark.parametrize("text", ["", "1", "1/", "/2", "1/2/3", "a/2", "1/b", "1.5/2"])
+def test_a_text_that_is_no_slice_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^(invalid literal for int|not enough values|too many values)"):
+        Slice.parse(text)
+
+
+@pytest.mark.parametrize(("text", "message"), [("0/2", "0 is not one of 1 to 2"), ("3/2", "3 is not one of 1 to 2")])
+def test_a_slice_out_of_range_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Slice.parse(text)
+
+
+@pytest.mark.parametrize("text", [f"{number}/{count}" for number in range(4) for count in range(4)] + ["x", "1/2/3"])
+def test_settings_accept_what_is_a_slice_and_nothing_else(text: str) -> None:
+    with suppress(ValueError):
+        Slice.parse(text)
+        assert is_slice(text)
+        return
+    assert not is_slice(text)
+
+
+NAMES = [planned(number).name for number in range(5)]
+COUNTS = (1, 2, 3, 6)
+
+
+def slices(tokens: dict[str, int], count: int) -> list[set[str]]:
+    return [Slice(number, count).choose(tokens) for number in range(1, count + 1)]
+
+
+def loads(tokens: dict[str, int], parts: Iterable[Iterable[str]]) -> list[int]:
+    return [sum(tokens[name] for name in part) for part in parts]
+
+
+@cache
+def least_largest_load(lengths: tuple[int, ...], count: int) -> int:
+    """Return how much the fullest of `count` slices has at best, by trying every division."""
+    divisions = product(range(count), repeat=len(lengths))
+    return min(
+        max(sum(n for n, owner in zip(lengths, owners, strict=True) if owner == part) for part in range(count))
+        for owners in divisions
+    )
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_slices_divide_every_plan(count: int) -> None:
+    for size in range(6):
+        for lengths in product((1, 2, 5), repeat=size):
+            tokens = dict(zip(NAMES, lengths, strict=False))
+            parts = slices(tokens, count)
+            assert sorted(chain.from_iterable(parts)) == sorted(tokens)
+            # No slice has so much that another one would have less even with its smallest block on top.
+            fullest = loads(tokens, parts)
+            for part, load in zip(parts, fullest, strict=True):
+                assert load - min((tokens[name] for name in part), default=0) <= min(fullest)
+            assert parts == slices(dict(reversed(tokens.items())), count)
+
+
+@pytest.mark.parametrize("count", COUNTS[:3])
+def test_the_fullest_slice_is_at_most_a_third_fuller_than_at_best(count: int) -> None:
+    """Graham's bound for the longest first: 4/3 - 1/(3 * count)."""
+    for lengths in product((2, 3, 5), repeat=5):
+        tokens = dict(zip(NAMES, lengths, strict=True))
+        best = least_largest_load(tuple(sorted(lengths)), count)
+        assert 3 * count * max(loads(tokens, slices(tokens, count))) <= (4 * count - 1) * best
+
+
+def test_which_blocks_a_slice_has() -> None:
+    """A literal: slices of another version would overlap with those of this one."""
+    a, b, c, d = sorted(NAMES[:4])
+    assert slices({a: 5, b: 5, c: 4, d: 3}, 2) == [{a, c}, {b, d}]
+    assert slices({d: 5, c: 5, b: 4, a: 3}, 2) == [{c, b}, {d, a}]
+    assert slices({a: 1, b: 7, c: 1, d: 1}, 3) == [{b}, {a, d}, {c}]
+    assert longest_first({a: 1, d: 7, c: 1, b: 2}) == [d, b, a, c]
 
 
 # Batches
@@ -225,9 +327,12 @@ def test_a_record_round_trips() -> None:
 
 
 BLOCK_FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"name": "block-1"}, "name: expected block-NNNNNN, found 'block-1'"),
-    ({"name": "../block-000000"}, "name: expected block-NNNNNN, found '../block-000000'"),
-    ({"name": None}, "name: expected a string, found None; name: expected block-NNNNNN, found ''"),
+    ({"name": "block-1"}, "name: expected block-<16 hexadecimal digits>, found 'block-1'"),
+    ({"name": "block-000000"}, "name: expected block-<16 hexadecimal digits>, found 'block-000000'"),
+    ({"name": f"block-{0:015x}A"}, "name: expected block-<16 hexadecimal digits>, found 'block-000000000000000A'"),
+    ({"name": f"block-{0:017x}"}, "name: expected block-<16 hexadecimal digits>, found 'block-00000000000000000'"),
+    ({"name": f"../block-{0:016x}"}, "block-<16 hexadecimal digits>, found '../block-0000000000000000'"),
+    ({"name": None}, "name: expected a string, found None; name: expected block-<16 hexadecimal digits>, found ''"),
     ({"samples": [key(1)]}, "samples and lengths: expected as many sample keys as positive lengths"),
     ({"samples": [key(1), "x"]}, "samples and lengths: expected as many sample keys as positive lengths"),
     ({"samples": [key(1), [key(2)]]}, "samples and lengths: expected as many sample keys as positive lengths"),
@@ -258,7 +363,7 @@ def test_all_faults_of_a_record_come_at_once() -> None:
     assert str(error.value) == (
         "block.json: missing required keys ['dropped', 'environment', 'lengths', 'sha256']; "
         "name: expected a string, found 1; bytes: expected an integer >= 0, found 'x'; "
-        "name: expected block-NNNNNN, found ''"
+        "name: expected block-<16 hexadecimal digits>, found ''"
     )
 
 
@@ -280,9 +385,13 @@ def test_nothing_but_a_format_error_comes_out_of_the_parser(changes: dict[str, A
 # The folder
 
 
-def finish(store: BlockStore, name: str, samples: Sequence[int] = (1, 2)) -> Block:
+B0, B1, B7 = planned(1, 2).name, planned(3, 4).name, planned(5, 6, 7).name
+SAMPLES = {B0: (1, 2), B1: (3, 4), B7: (5, 6, 7)}
+
+
+def finish(store: BlockStore, name: str) -> Block:
     """Write a small block as capture does."""
-    record = block(name, samples)
+    record = block(SAMPLES[name])
     tensors = {
         HIDDEN: torch.ones(record.num_tokens, 8),
         LAST_HIDDEN: torch.ones(record.num_tokens, 4),
@@ -291,7 +400,7 @@ def finish(store: BlockStore, name: str, samples: Sequence[int] = (1, 2)) -> Blo
     store.path(name).touch()
     digest = write_tensors(store.path(name), tensors)
     size = file_bytes(
-        feature_specs(record.num_tokens, len(samples), StatesForm(dtype="fp32", hidden_dim=8, last_dim=4))
+        feature_specs(record.num_tokens, len(record.samples), StatesForm(dtype="fp32", hidden_dim=8, last_dim=4))
     )
     record = dataclasses.replace(record, num_bytes=size, sha256=digest)
     store.record(record)
@@ -323,9 +432,9 @@ def test_the_folder_s_name_is_the_hash_of_the_identity(tmp_path: Path) -> None:
 
 
 def test_finished_blocks_are_found_and_opened(store: BlockStore) -> None:
-    blocks = {name: finish(store, name, samples) for name, samples in ((B0, [1]), (B7, [2, 3]))}
+    blocks = {name: finish(store, name) for name in (B0, B7)}
     assert store.finished_blocks() == (blocks, [])
-    assert store.open(blocks[B7]).read_rows(SAMPLE_OFFSETS, 0, 3).tolist() == [0, 2, 5]
+    assert store.open(blocks[B7]).read_rows(SAMPLE_OFFSETS, 0, 4).tolist() == [0, 2, 5, 9]
 
 
 def test_a_block_without_a_record_is_not_finished(store: BlockStore) -> None:
@@ -345,7 +454,7 @@ def test_a_block_without_a_record_is_not_finished(store: BlockStore) -> None:
     ],
 )
 def test_a_file_that_is_not_what_its_record_says_is_refused(store: BlockStore, doctor: Any, reason: str) -> None:
-    good, bad = finish(store, B0, [3]), finish(store, B1)
+    good, bad = finish(store, B0), finish(store, B1)
     path = store.path(B1)
     doctor(path)
     size = bad.num_bytes
@@ -392,13 +501,34 @@ def test_preparing_removes_what_a_killed_run_left_half_written(tmp_path: Path) -
     with store.lock():
         assert store.prepare() == []
         kept = finish(store, B0)
-        for name in (".tmp-block-000001.safetensors-a1", ".tmp-plan.json-b2"):
+        half = [f".tmp-{B1}.safetensors-a1", ".tmp-plan.json-b2"]
+        for name in half:
             (store.folder / name).write_text("half")
-        assert store.prepare() == [".tmp-block-000001.safetensors-a1", ".tmp-plan.json-b2"]
+        assert store.prepare() == half
     assert store.finished_blocks() == ({B0: kept}, [])
     names = [f"{B0}.json", f"{B0}.safetensors", "identity.json", "lock"]
     assert sorted(path.name for path in store.folder.iterdir()) == names
     assert json.loads((store.folder / "identity.json").read_text()) == IDENTITY
+
+
+def test_a_slice_leaves_what_another_one_may_be_writing(store: BlockStore) -> None:
+    half = store.folder / f".tmp-{B1}.safetensors-a1"
+    half.write_text("half")
+    (store.folder / "identity.json").unlink()
+    assert store.prepare(is_alone=False) == []
+    assert half.exists()
+    assert json.loads((store.folder / "identity.json").read_text()) == IDENTITY
+
+
+def test_a_block_that_the_folder_does_not_list_yet_is_found_by_its_name(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [finish(store, B0), finish(store, B1)]
+    monkeypatch.setattr("pathlib.Path.glob", lambda *_: iter([store.folder / f"{B1}.json"]))
+    assert store.finished_blocks() == ({B1: blocks[1]}, [])
+    plan = [planned(*SAMPLES[name]) for name in (B0, B1, B7)]
+    assert store.finished_blocks(plan) == ({block.name: block for block in sorted(blocks, key=lambda b: b.name)}, [])
+    assert list(store.finished_blocks(plan)[0]) == sorted((B0, B1))
 
 
 def test_removed_blocks_are_gone_with_their_records(store: BlockStore) -> None:
@@ -413,27 +543,31 @@ def test_removed_blocks_are_gone_with_their_records(store: BlockStore) -> None:
 
 def test_the_plan_is_read_as_it_was_written(store: BlockStore) -> None:
     assert store.read_plan() == []
-    written = [planned(B0, 2, 1), planned(B7, 3)]
+    written = [planned(2, 1), planned(3)]
     store.write_plan(written)
     assert store.read_plan() == written
+    assert json.loads((store.folder / "plan.json").read_text()) == {"blocks": [[key(2), key(1)], [key(3)]]}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"blocks": 5}', '{"blocks": [5]}', '{"blocks": [{"name": "x"}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"blocks": 5}', '{"blocks": [5]}', '{"blocks": [[5]]}', '{"blocks": [{"name": "x"}]}']
+)
 def test_an_unusable_plan_is_none(store: BlockStore, content: str) -> None:
     (store.folder / "plan.json").write_text(content)
     assert store.read_plan() == []
 
 
-@pytest.mark.parametrize("item", [{"name": "x", "samples": [key(1)]}, {"name": 5, "samples": [key(1)]}])
-def test_a_plan_with_odd_names_is_none(store: BlockStore, item: dict[str, Any]) -> None:
-    (store.folder / "plan.json").write_text(json.dumps({"blocks": [item]}))
-    assert plan({1: 1}, earlier=store.read_plan())[1] == [planned(B0, 1)]
+@pytest.mark.parametrize("item", [{"name": "block-000000", "samples": [key(1)]}, {key(1): 2}, [key(1), "x"], key(1)])
+def test_a_plan_of_anything_but_lists_of_keys_is_none(store: BlockStore, item: Any) -> None:
+    """Also one of an earlier version, and one that is right apart from one block."""
+    (store.folder / "plan.json").write_text(json.dumps({"blocks": [[key(1)], item]}))
+    assert store.read_plan() == []
 
 
 def test_scratch_folders_come_with_their_sizes(store: BlockStore) -> None:
     other = store.folder.with_name("capture-0000")
     other.mkdir()
-    (other / "block-000000.safetensors").write_bytes(bytes(100))
+    (other / f"{B0}.safetensors").write_bytes(bytes(100))
     (store.folder.parent / "capture-file").write_text("no folder")
     (store.folder.parent / "fingerprints.json").write_text("{}")
     size = sum(path.stat().st_size for path in store.folder.iterdir())
@@ -441,17 +575,142 @@ def test_scratch_folders_come_with_their_sizes(store: BlockStore) -> None:
     assert scratch_folders(store.folder / "none") == []
 
 
-def test_a_second_process_is_refused_while_the_lock_is_held(store: BlockStore) -> None:
-    program = (
-        "import json, sys; from pathlib import Path; from dspark_cache.blocks import BlockStore\n"
-        "with BlockStore(Path(sys.argv[1]), json.loads(sys.argv[2])).lock(): print('mine', flush=True); input()"
+# Locks
+
+ONE, TWO, OTHER = Slice(1, 2), Slice(2, 2), Slice(1, 3)
+LOCKS: dict[str, Callable[[BlockStore], AbstractContextManager[object]]] = {
+    "run": lambda store: store.lock(),
+    "slice 1/2": lambda store: store.slice_lock(ONE),
+    "slice 2/2": lambda store: store.slice_lock(TWO),
+    "slice 1/3": lambda store: store.slice_lock(OTHER),
+    "clean": lambda store: lock_folder(store.folder),
+}
+HELD: dict[str, tuple[str, Callable[[BlockStore], AbstractContextManager[object]]]] = {
+    "run": ("lock", LOCKS["run"]),
+    "slice 1/2": ("lock-slice-1-of-2", LOCKS["slice 1/2"]),
+    "slice 1/3": ("lock-slice-1-of-3", LOCKS["slice 1/3"]),
+    "rank of a run": ("lock-rank-7", lambda store: store.rank_lock(None, 7)),
+    "rank of slice 1/2": ("lock-slice-1-of-2-rank-7", lambda store: store.rank_lock(ONE, 7)),
+}
+"""The file that each holder locks, and how."""
+BESIDE = {
+    ("slice 1/2", "slice 2/2"),
+    ("rank of slice 1/2", "slice 1/2"),  # its new rank 7 is refused
+    ("rank of slice 1/2", "slice 2/2"),
+}
+"""Who may write while whom holds a lock."""
+CASES = [(held, asker) for held in HELD for asker in LOCKS]
+
+
+@contextmanager
+def holder(lock: AbstractContextManager[object]) -> Iterator[int]:
+    """Fork a process that holds a lock until the block is left; then it ends without releasing it."""
+    tell, told = Pipe()
+    child = os.fork()
+    if not child:
+        with suppress(BaseException), lock:
+            told.send("held")
+            told.recv()
+        os._exit(0)
+    try:
+        assert tell.recv() == "held"
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        tell.close()
+        told.close()
+
+
+def refusal(store: BlockStore, asker: str) -> str | None:
+    """Ask for a lock; return why it is refused."""
+    try:
+        with LOCKS[asker](store):
+            return None
+    except LockedError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("held", HELD)
+def test_who_writes_beside_whom(store: BlockStore, held: str) -> None:
+    """A live holder, which is then killed: whoever comes next takes over."""
+    name, lock = HELD[held]
+    with holder(lock(store)) as pid:
+        expected = (
+            f"{store.folder} is being written by process {pid} on host {socket.gethostname()} "
+            f"(lock {store.folder / name})"
+        )
+        for asker in LOCKS:
+            assert refusal(store, asker) == (None if (held, asker) in BESIDE else expected), asker
+    assert json.loads((store.folder / name).read_text())["pid"] == pid
+    for asker in LOCKS:
+        assert refusal(store, asker) is None, asker
+
+
+@pytest.mark.parametrize(("held", "asker"), CASES)
+def test_whoever_is_on_another_host_is_never_taken_over(store: BlockStore, held: str, asker: str) -> None:
+    path = store.folder / HELD[held][0]
+    path.write_text(json.dumps({"host": "gone.invalid", "pid": 5}))
+    expected = (
+        f"{store.folder} is being written by process 5 on host gone.invalid (lock {path}); "
+        "if that host is gone for good: dspark-cache clean --break-lock"
     )
-    command = [sys.executable, "-c", program, str(store.folder.parent), json.dumps(IDENTITY)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "mine\n"
-        with pytest.raises(LockedError, match=f"is being written by process {holder.pid} on host "), store.lock():
+    for _ in range(2):
+        assert refusal(store, asker) == (None if (held, asker) in BESIDE else expected)
+    assert json.loads(path.read_text())["host"] == "gone.invalid"
+
+
+def test_who_is_refused_holds_nothing_afterwards(store: BlockStore) -> None:
+    for held, asker in CASES:
+        with HELD[held][1](store):
+            refusal(store, asker)
+    for path in lock_files(store.folder):
+        assert path.read_bytes() == b"", path
+        with FileLock(path):
             pass
-        holder.communicate("\n")
-    with store.lock():
+
+
+def test_who_only_asks_at_the_same_time_is_not_in_the_way(store: BlockStore) -> None:
+    """What asks opens the lock shared; two slices may look at a run's lock at once."""
+    for path in (store.folder / "lock", store.folder / "lock-slice-1-of-3"):
+        path.touch()
+        with path.open() as asking:
+            fcntl.flock(asking, fcntl.LOCK_SH)
+            assert refusal(store, "slice 1/2") is None
+            ensure_unlocked(path)
+
+
+def test_all_slices_of_a_division_and_their_ranks_hold_locks_of_their_own(store: BlockStore) -> None:
+    with ExitStack() as stack:
+        for part in (ONE, TWO):
+            stack.enter_context(store.slice_lock(part))
+            for rank in range(3):
+                stack.enter_context(store.rank_lock(part, rank))
+        for part in (ONE, TWO):
+            for rank in range(3):
+                with pytest.raises(LockedError), store.rank_lock(part, rank):
+                    pass
+    with store.lock(), store.rank_lock(None, 0), store.rank_lock(None, 1):
         pass
+
+
+def test_which_files_are_locks(store: BlockStore) -> None:
+    locks = ["lock", *(name for name, _ in HELD.values() if name != "lock")]
+    for name in (*locks, "lock.json", "lock-", "lock-slice-1", "lock-rank-", "lock-rank-1-of-2", "locksmith", "a-lock"):
+        (store.folder / name).touch()
+    assert [path.name for path in lock_files(store.folder)] == sorted(locks)
+    assert lock_files(store.folder / "none") == []
+
+
+def test_asking_makes_and_changes_nothing(tmp_path: Path) -> None:
+    ensure_unlocked(tmp_path / "lock")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "lock").write_text("junk")
+    ensure_unlocked(tmp_path / "lock")
+    assert (tmp_path / "lock").read_text() == "junk"
+    with FileLock(tmp_path / "lock"):
+        pass
+    (tmp_path / "link").symlink_to("lock")
+    with pytest.raises(OSError, match="symbolic link"):
+        ensure_unlocked(tmp_path / "link")

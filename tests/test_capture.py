@@ -7,18 +7,31 @@ import json
 import logging
 import re
 import shutil
+import threading
+import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dspark_cache.blocks import Block, BlockStore
-from dspark_cache.capture import BlockCapturer, Engine, Wanted, capture_blocks, ensure_unmixed
-from dspark_cache.errors import CaptureError, SettingsError
+from dspark_cache.blocks import Block, BlockStore, PlannedBlock, Slice, block_name
+from dspark_cache.capture import (
+    BlockCapturer,
+    Crew,
+    Due,
+    Wanted,
+    compute_blocks,
+    environment_differences,
+    holding,
+    host_blocks,
+    plan_due,
+)
+from dspark_cache.errors import CaptureError, SettingsError, Terminated
 from dspark_cache.forward import Capturer, States, capture_environment, check_state, pick_device
-from dspark_cache.progress import Progress
+from dspark_cache.ranks import Group, PeerLostError, Peers, Rank, SharedProgress
 from dspark_cache.recompute import relative_l2
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.settings import RuntimeSettings, TargetSettings
@@ -167,6 +180,32 @@ def test_only_the_states_asked_for_are_kept_and_the_last_layer_s_is_the_final_no
     assert asked == [[0, 1, 3], False]
 
 
+def test_no_attention_mask_is_passed_though_rows_differ_in_length() -> None:
+    """Padding is on the right; a mask would only be looked at, and keep attention from its fastest kernel."""
+    target = shared("qwen3-tiny")
+    given: list[dict[str, Any]] = []
+    hook = target.base.register_forward_pre_hook(lambda _module, _args, kwargs: given.append(kwargs), with_kwargs=True)
+    Capturer(target, [0], 64)(make_samples([3, 5]))
+    hook.remove()
+    (kwargs,) = given
+    assert kwargs.keys() == {"input_ids", "use_cache", "output_hidden_states", "return_dict"}
+    assert kwargs["input_ids"].shape == (2, 5)
+
+
+def test_an_idle_forward_goes_through_the_whole_base() -> None:
+    """Every layer, as where they are sharded each is a collective."""
+    target = shared("qwen3-tiny")
+    widths: list[tuple[int, ...]] = []
+    hooks = [
+        module.register_forward_hook(lambda _module, args, _output: widths.append(tuple(args[0].shape[:2])))
+        for module in target.layers
+    ]
+    Capturer(target, [0], 64).idle()
+    for hook in hooks:
+        hook.remove()
+    assert widths == [(1, 1)] * len(target.layers)
+
+
 def test_states_are_detached_from_autograd() -> None:
     states = Capturer(shared("qwen3-tiny"), [0], 64)(make_samples([3]))
     assert states.hidden.is_inference()
@@ -275,13 +314,22 @@ RUNTIME = RuntimeSettings(max_tokens_per_batch=64)
 
 
 class Run:
-    """One call of `capture_blocks` on a scratch folder, counting what it asks for."""
+    """One call of `plan_due` and `compute_blocks` on a scratch folder, as one rank alone, noting what it asks for."""
 
     def __init__(self, scratch: Path, samples: Sequence[torch.Tensor]) -> None:
         self.store = BlockStore(scratch, IDENTITY)
         self.ids = {sample_key(sample): sample for sample in samples}
-        self.environment: Mapping[str, Any] = {"accelerator": "cpu"}
-        self.asked: list[str] = []
+        self.environment: dict[str, Any] = {"accelerator": "cpu"}
+        self.loads = 0
+        """How often the target was asked for."""
+        self.computed: list[tuple[str, ...]] = []
+        """The samples of each block, in the order in which blocks were computed."""
+        self.units = 0
+        """What progress showed at the end."""
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {key: len(ids) for key, ids in self.ids.items()}
 
     def __call__(
         self,
@@ -293,39 +341,53 @@ class Run:
         drop: bool = False,
         read_ids: Callable[[str], torch.Tensor] | None = None,
     ) -> dict[str, Block]:
-        names = {key: f"sample {index}" for index, key in enumerate(self.ids)}
+        read_ids = read_ids or self.ids.__getitem__
 
-        def make_capturer() -> BlockCapturer:
-            self.asked.append("target")
-            chosen = capturer or Capturer(target or shared("qwen3-tiny"), IDENTITY["target_layer_ids"], 64)  # type: ignore[arg-type]
-            return BlockCapturer(
-                chosen,
-                self.store,
-                {**self.environment, "max_tokens_per_batch": runtime.max_tokens_per_batch},
-                drop_nonfinite=drop,
-                describe=names.__getitem__,
-            )
-
-        def ask_environment() -> Mapping[str, Any]:
-            self.asked.append("environment")
-            return self.environment
+        def read_block(planned: PlannedBlock) -> tuple[PlannedBlock, list[torch.Tensor]]:
+            self.computed.append(planned.samples)
+            return planned, [read_ids(key) for key in planned.samples]
 
         with self.store.lock():
             self.store.prepare()
-            return capture_blocks(
-                self.store,
-                Wanted(
-                    lengths={key: len(ids) for key, ids in self.ids.items()},
-                    read_ids=read_ids or self.ids.__getitem__,
-                ),
-                Engine(
-                    environment=ask_environment,
-                    load=make_capturer,
-                    progress=lambda total, done: Progress("capture", total, "tok", done=done),
-                ),
-                block_bytes=block_bytes,
-                runtime=runtime,
-            )
+            due = plan_due(self.store, Wanted(lengths=self.lengths), block_bytes=block_bytes, runtime=runtime)
+            if not due.blocks:
+                return due.present
+            self.loads += 1
+            largest = max(sum(self.lengths[key] for key in block.samples) for block in due.blocks) * BYTES_PER_TOKEN
+            peers, total = Peers.alone(), sum(self.lengths.values())
+            with SharedProgress.of(peers, "capture", total, "tok", done=total - due.num_tokens) as progress:
+                compute_blocks(
+                    due.blocks,
+                    read_block,
+                    self.block_capturer(
+                        capturer or Capturer(target or shared("qwen3-tiny"), [0, 3], 64), runtime, drop
+                    ),
+                    Crew(peers=peers, group=Group(), parallelism="replicate"),
+                    progress,
+                    host_blocks(runtime.host_memory_gb, largest) - 1,
+                )
+            self.units = peers.add("units", 0)
+            return holding(self.store.finished_blocks()[0], self.lengths)
+
+    def plan(self, **values: Any) -> Due:
+        """Ask what is due, as a run does."""
+        with self.store.lock():
+            self.store.prepare()
+            values = {"block_bytes": 50 * BYTES_PER_TOKEN, "runtime": RUNTIME, **values}
+            return plan_due(self.store, Wanted(lengths=self.lengths), **values)
+
+    def block_capturer(
+        self, capturer: Capturer, runtime: RuntimeSettings, drop: bool = False, *, in_lockstep: bool = False
+    ) -> BlockCapturer:
+        names = {key: f"sample {index}" for index, key in enumerate(self.ids)}
+        return BlockCapturer(
+            capturer,
+            self.store,
+            {**self.environment, "max_tokens_per_batch": runtime.max_tokens_per_batch},
+            drop_nonfinite=drop,
+            describe=names.__getitem__,
+            in_lockstep=in_lockstep,
+        )
 
     def digests(self) -> dict[str, str]:
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in self.store.folder.iterdir()}
@@ -334,12 +396,13 @@ class Run:
 def test_blocks_hold_the_states_of_their_samples(tmp_path: Path) -> None:
     run = Run(tmp_path, make_samples())
     blocks = run()
-    assert {name: block.lengths for name, block in blocks.items()} == {
-        "block-000000": (5, 1, 40),
-        "block-000001": (17, 2),
-        "block-000002": (40,),
-    }
-    assert [key for block in blocks.values() for key in block.samples] == list(run.ids)
+    keys = list(run.ids)
+    samples = {(5, 1, 40): tuple(keys[:3]), (17, 2): tuple(keys[3:5]), (40,): tuple(keys[5:])}
+    assert {block.lengths: block.samples for block in blocks.values()} == samples
+    assert list(blocks) == sorted(map(block_name, samples.values()))
+    assert all(name == block.name == block_name(block.samples) for name, block in blocks.items())
+    assert run.computed == [samples[5, 1, 40], samples[(40,)], samples[17, 2]]  # the longest first
+    assert run.units == sum(LENGTHS)
     for name, block in blocks.items():
         path = run.store.path(name)
         content = load_file(path)
@@ -358,10 +421,9 @@ def test_blocks_hold_the_states_of_their_samples(tmp_path: Path) -> None:
 def test_with_everything_present_nothing_is_loaded_or_asked(tmp_path: Path) -> None:
     run = Run(tmp_path, make_samples())
     blocks, before = run(), run.digests()
-    assert run.asked == ["environment", "target"]
-    run.asked.clear()
+    assert run.loads == 1
     assert run(block_bytes=1) == blocks
-    assert run.asked == []
+    assert run.loads == 1
     assert run.digests() == before
 
 
@@ -372,8 +434,10 @@ def test_appended_samples_alone_are_computed_and_others_leave_no_trace(tmp_path:
     with_more = more()
     assert {name: with_more[name] for name in blocks} == blocks
     added = [key for name, block in with_more.items() if name not in blocks for key in block.samples]
-    assert added == list(more.ids)[3:]
-    assert list(Run(tmp_path, samples[4:5])()) == ["block-000001"]
+    keys = list(more.ids)
+    assert sorted(added) == sorted(keys[3:])
+    assert more.units == sum(LENGTHS[3:])
+    assert list(Run(tmp_path, samples[4:5])()) == [block_name(keys[3:5])]
 
 
 @pytest.mark.parametrize("interrupted_at", range(4))
@@ -382,17 +446,18 @@ def test_a_resumed_run_gives_the_bytes_of_an_undisturbed_one(tmp_path: Path, int
     undisturbed = Run(tmp_path / "whole", make_samples(lengths))
     undisturbed(block_bytes=1)
     run = Run(tmp_path / "resumed", make_samples(lengths))
-    keys = list(run.ids)
+    keys = sorted(run.ids, key=lambda key: -run.lengths[key])  # the longest is computed first
 
     def read_ids(key: str) -> torch.Tensor:
         if key == keys[interrupted_at]:
             raise KeyboardInterrupt
         return run.ids[key]
 
+    one_block = RuntimeSettings(host_memory_gb=9 * BYTES_PER_TOKEN / 2**30, max_tokens_per_batch=64)
     with pytest.raises(KeyboardInterrupt):
-        run(block_bytes=1, read_ids=read_ids)
+        run(block_bytes=1, read_ids=read_ids, runtime=one_block)
     kept, _ = run.store.finished_blocks()
-    assert [block.samples for block in kept.values()] == [(key,) for key in keys[:interrupted_at]]
+    assert {block.samples for block in kept.values()} == {(key,) for key in keys[:interrupted_at]}
     times = {name: run.store.path(name).stat().st_mtime_ns for name in kept}
     run(block_bytes=10**9)  # another size: the plan of the first run is followed
     assert {name: run.store.path(name).stat().st_mtime_ns for name in kept} == times
@@ -403,13 +468,40 @@ def test_a_truncated_block_is_computed_again_and_said(tmp_path: Path, caplog: py
     run = Run(tmp_path, make_samples())
     run()
     before = run.digests()
-    path = run.store.path("block-000001")
+    path = run.store.path(block_name(list(run.ids)[3:5]))
     path.write_bytes(path.read_bytes()[:-1])
     caplog.set_level(logging.WARNING, logger="dspark_cache.capture")
     run()
     assert run.digests() == before
     (message,) = caplog.messages
     assert message.startswith(f"not accepted, computed again: {path} has ")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_slices_share_out_what_is_due_whenever_they_start(tmp_path: Path, count: int) -> None:
+    run = Run(tmp_path, make_samples((5, 9, 4, 7, 12)))
+    parts = [Slice(number, count) for number in range(1, count + 1)]
+    whole = run.plan(block_bytes=1)
+    (run.store.folder / "plan.json").unlink()
+    dues = [run.plan(block_bytes=1, part=part) for part in parts]
+    assert sorted(block.name for due in dues for block in due.blocks) == sorted(block.name for block in whole.blocks)
+    assert [due.num_tokens for due in dues] == [
+        sum(run.lengths[key] for block in due.blocks for key in block.samples) for due in dues
+    ]
+    done = whole.blocks[0]  # the longest; then others begin
+    run.ids, rest = {key: run.ids[key] for key in done.samples}, run.ids
+    assert list(run(block_bytes=1)) == [done.name]
+    run.ids = rest
+    later = [run.plan(block_bytes=1, part=part).blocks for part in parts]
+    assert later == [tuple(block for block in due.blocks if block != done) for due in dues]
+
+
+def test_what_is_due_comes_longest_first_and_then_by_name(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_samples((5, 9, 5, 7, 5)))
+    due = run.plan(block_bytes=1)
+    assert [run.lengths[block.samples[0]] for block in due.blocks] == [9, 7, 5, 5, 5]
+    assert [block.name for block in due.blocks[2:]] == sorted(block.name for block in due.blocks[2:])
+    assert due.num_tokens == 31
 
 
 def test_the_order_of_samples_decides_the_blocks_and_not_their_states(tmp_path: Path) -> None:
@@ -459,7 +551,8 @@ def test_a_sample_that_is_not_finite_stops_the_run_by_name_and_keeps_earlier_blo
         "sample 2: layer 0 holds numbers that are not finite (torch.float32); finished blocks are kept; try "
         "target.compute_dtype: fp32, or target.nonfinite: drop to leave such samples out"
     )
-    assert list(run.store.finished_blocks()[0]) == ["block-000000", "block-000001"]
+    keys = list(run.ids)
+    assert {block.samples for block in run.store.finished_blocks()[0].values()} == {(keys[0],), (keys[1],)}
 
 
 def test_a_last_hidden_state_alone_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -476,6 +569,7 @@ def test_dropped_samples_are_listed_and_their_neighbours_are_sound(
     run = Run(tmp_path, with_token_7((5, 9, 4, 6), 1, 2))
     (block,) = run(broken, drop=True).values()
     keys = list(run.ids)
+    assert block.name == block_name(keys)  # what was planned, whatever is dropped of it
     assert block.samples == (keys[0], keys[3])
     assert block.lengths == (5, 6)
     assert block.dropped == {keys[1]: "layer 0 is not finite", keys[2]: "layer 0 is not finite"}
@@ -487,9 +581,8 @@ def test_dropped_samples_are_listed_and_their_neighbours_are_sound(
         expected = plain_states(shared("qwen3-tiny"), run.ids[key], [0, 3])
         assert_close(hidden, expected[0], 64)
         assert_close(last, expected[1], 64)
-    run.asked.clear()
     assert run(broken, drop=True) == {block.name: block}
-    assert run.asked == []
+    assert run.loads == 1
 
 
 def test_a_block_of_which_every_sample_was_dropped_is_finished(tmp_path: Path, broken: Target) -> None:
@@ -511,7 +604,7 @@ def test_too_little_host_memory_is_refused_before_the_target_is_loaded(tmp_path:
         f"runtime.host_memory_gb: {gib} GiB hold no block of {46 * BYTES_PER_TOKEN} bytes: raise it, or lower "
         "target.block_bytes"
     )
-    assert run.asked == ["environment"]
+    assert run.loads == 0
 
 
 def test_one_block_of_host_memory_is_enough(tmp_path: Path) -> None:
@@ -534,7 +627,7 @@ def test_too_little_disk_is_refused_before_the_target_is_loaded(
         str(error.value),
     )
     assert found is not None
-    assert run.asked == ["environment"]
+    assert run.loads == 0
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=int(found[1])))
     blocks = run()
     assert sum(run.store.path(name).stat().st_size for name in blocks) == int(found[1])
@@ -563,11 +656,33 @@ def test_out_of_device_memory_the_block_starts_again_with_half_the_budget(
     (block,) = run(capturer=SmallDevice(shared("qwen3-tiny"), [0, 3], 64)).values()
     assert block.environment["used_tokens_per_batch"] == 16
     assert caplog.messages == [
-        "block-000000: out of device memory, again with 32 tokens a batch",
-        "block-000000: out of device memory, again with 16 tokens a batch",
+        f"{block.name}: out of device memory, again with 32 tokens a batch",
+        f"{block.name}: out of device memory, again with 16 tokens a batch",
     ]
     for key, (hidden, _) in states_by_sample(run, {block.name: block}).items():
         assert_close(hidden, plain_states(shared("qwen3-tiny"), run.ids[key], [0, 3])[0], 64)
+
+
+def test_what_an_attempt_without_enough_memory_did_is_taken_back(tmp_path: Path) -> None:
+    """The first batch fits, the second does not."""
+    run = Run(tmp_path, make_samples((20, 7, 7, 7)))
+    runtime = RuntimeSettings(max_tokens_per_batch=24)
+    (block,) = run(capturer=SmallDevice(shared("qwen3-tiny"), [0, 3], 64), runtime=runtime).values()
+    assert block.environment["used_tokens_per_batch"] == 12
+    assert run.units == 41
+
+
+def test_ranks_in_lockstep_do_not_start_again_with_less(tmp_path: Path) -> None:
+    """Another number of forwards would leave the others waiting."""
+    run = Run(tmp_path, make_samples((5, 9, 4, 6)))
+    capturer = run.block_capturer(SmallDevice(shared("qwen3-tiny"), [0, 3], 64), RUNTIME, in_lockstep=True)
+    progress = SharedProgress(Peers.alone(), None)
+    with pytest.raises(CaptureError) as error:
+        capturer.compute(PlannedBlock(tuple(run.ids)), list(run.ids.values()), progress)
+    assert str(error.value) == (
+        "out of device memory with 64 tokens a batch: set runtime.max_tokens_per_batch to less; ranks that share a "
+        "target cannot do so one by one"
+    )
 
 
 def test_a_sample_that_alone_does_not_fit_the_device_ends_the_run(tmp_path: Path) -> None:
@@ -579,56 +694,174 @@ def test_a_sample_that_alone_does_not_fit_the_device_ends_the_run(tmp_path: Path
 def test_a_block_that_cannot_be_written_fails_the_run(tmp_path: Path, number: int) -> None:
     """Also the last one, whose write nothing else waits for; the others stay."""
     run = Run(tmp_path, make_samples())
-    run.store.path(f"block-{number:06d}").mkdir(parents=True)
+    keys = list(run.ids)
+    name = block_name((keys[:3], keys[5:], keys[3:5])[number])  # in the order in which they are computed
+    run.store.path(name).mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         run()
-    assert f"block-{number:06d}" not in run.store.finished_blocks()[0]
-    run.store.path(f"block-{number:06d}").rmdir()
+    assert name not in run.store.finished_blocks()[0]
+    run.store.path(name).rmdir()
     assert len(run()) == 3
+
+
+# Ranks
+
+
+class Counting(Capturer):
+    """A capturer that counts its forwards by their number of samples, 0 for an idle one."""
+
+    def __init__(self) -> None:
+        super().__init__(shared("qwen3-tiny"), [0, 3], 64)
+        self.forwards: list[int] = []
+
+    def __call__(self, samples: Sequence[torch.Tensor]) -> States:
+        self.forwards.append(len(samples))
+        return super().__call__(samples)
+
+    def idle(self) -> None:
+        self.forwards.append(0)
+        super().idle()
+
+
+def test_whoever_follows_or_idles_runs_the_forwards_of_a_block_and_writes_nothing(tmp_path: Path) -> None:
+    run, counting = Run(tmp_path, make_samples((20, 7, 7, 7, 3))), Counting()
+    capturer = run.block_capturer(counting, RuntimeSettings(max_tokens_per_batch=24))
+    samples = list(run.ids.values())
+    assert capturer.num_forwards(samples) == 3
+    capturer.compute(PlannedBlock(tuple(run.ids)), samples, SharedProgress(Peers.alone(), None))
+    capturer.follow(samples)
+    capturer.idle(3)
+    assert counting.forwards == [1, 3, 1] * 2 + [0] * 3
+    assert capturer.num_forwards([]) == 0
+    assert not run.store.folder.exists()
+
+
+def crews(count: int, parallelism: str = "replicate") -> list[Crew]:
+    """Return ranks with a copy of the target each, who share a store."""
+    store = dist.HashStore()
+    return [
+        Crew(peers=Peers(Rank(number, count, number, count), store), group=Group(), parallelism=parallelism)
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("parallelism", ["replicate", "fsdp", "tensor"])
+@pytest.mark.parametrize("turns", [(0, 0, 0, 0), (0, 1, 2, 0), (2, 2, 1, 2)])
+def test_each_block_is_taken_once_whoever_is_quicker(parallelism: str, turns: Sequence[int]) -> None:
+    ranks = crews(3, parallelism)
+    assert [ranks[number].take("abc") for number in turns] == [("a", True), ("b", True), ("c", True), (None, False)]
+    assert [rank.take("abc") for rank in ranks] == [(None, False)] * 3
+
+
+def test_ranks_that_share_the_blocks_write_what_one_writes(tmp_path: Path) -> None:
+    """One after the other in one process: the first stops after two blocks, the second takes what is left."""
+    alone, run = Run(tmp_path / "alone", make_samples()), Run(tmp_path / "two", make_samples())
+    alone(block_bytes=1)
+    due = run.plan(block_bytes=1)
+    first, second = crews(2)
+    taken: list[str] = []
+
+    def read_block(planned: PlannedBlock) -> tuple[PlannedBlock, list[torch.Tensor]]:
+        taken.append(planned.name)
+        if taken == [block.name for block in due.blocks[:2]]:
+            compute(second)
+        return planned, [run.ids[key] for key in planned.samples]
+
+    def compute(crew: Crew) -> None:
+        progress = SharedProgress(crew.peers, None)
+        capturer = run.block_capturer(Capturer(shared("qwen3-tiny"), [0, 3], 64), RUNTIME)
+        compute_blocks(due.blocks, read_block, capturer, crew, progress, 1)
+
+    compute(first)
+    assert taken == [block.name for block in due.blocks]
+    assert first.peers.add("units", 0) == due.num_tokens
+    assert run.digests() == alone.digests()
+
+
+def test_a_rank_takes_no_block_more_once_another_has_failed(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_samples())
+    due = run.plan(block_bytes=1)
+    mine, other = crews(2)
+
+    def read_block(planned: PlannedBlock) -> tuple[PlannedBlock, list[torch.Tensor]]:
+        other.peers.fail("rank 1 on host: no")
+        return planned, [run.ids[key] for key in planned.samples]
+
+    capturer = run.block_capturer(Capturer(shared("qwen3-tiny"), [0, 3], 64), RUNTIME)
+    with pytest.raises(PeerLostError, match=r"^rank 1 on host: no$"):
+        compute_blocks(due.blocks, read_block, capturer, mine, SharedProgress(mine.peers, None), 5)
+    assert list(run.store.finished_blocks()[0]) == [due.blocks[0].name]  # what was computed is kept
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Terminated])
+def test_a_run_that_is_told_to_stop_writes_what_is_being_written_and_no_more(
+    tmp_path: Path, stop: type[BaseException]
+) -> None:
+    """A disk that is slow: the second block waits for it until the run is told to stop."""
+    run = Run(tmp_path, make_samples())
+    due = run.plan(block_bytes=1)
+    begun, dropped = threading.Event(), threading.Event()
+
+    class SlowDisk(BlockCapturer):
+        def compute(self, planned: PlannedBlock, *arguments: Any) -> Callable[[], Block]:
+            write = super().compute(planned, *arguments)
+
+            def wait_and_write() -> Block:
+                begun.set()
+                assert dropped.wait(60)
+                return write()
+
+            if planned != due.blocks[0]:
+                weakref.finalize(write, dropped.set)  # nobody will call it any more
+                return write
+            return wait_and_write
+
+    def read_block(planned: PlannedBlock) -> tuple[PlannedBlock, list[torch.Tensor]]:
+        if planned == due.blocks[2]:
+            assert begun.wait(60)
+            raise stop
+        return planned, [run.ids[key] for key in planned.samples]
+
+    capturer = SlowDisk(
+        Capturer(shared("qwen3-tiny"), [0, 3], 64),
+        run.store,
+        {"max_tokens_per_batch": 64},
+        drop_nonfinite=False,
+        describe=str,
+    )
+    (crew,) = crews(1)
+    with pytest.raises(stop):
+        compute_blocks(due.blocks, read_block, capturer, crew, SharedProgress(crew.peers, None), 5)
+    assert list(run.store.finished_blocks()[0]) == [due.blocks[0].name]
 
 
 # Environments
 
 
-def block_of(environment: dict[str, Any]) -> Block:
-    return Block(
-        name="block-000000", samples=(), lengths=(), num_bytes=0, sha256="", dropped={}, environment=environment
-    )
+def test_differences_of_environments_are_listed_once_and_sorted() -> None:
+    present = [
+        {"torch": "2.12", "threads": 2, "used_tokens_per_batch": 8},
+        {"torch": "2.12"},
+        {"torch": "2.12", "threads": 3},
+    ]
+    assert environment_differences(present, {"torch": "2.13", "threads": 2}) == [
+        "threads: 3 then, 2 now",
+        "threads: None then, 2 now",
+        "torch: '2.12' then, '2.13' now",
+    ]
+    assert environment_differences(present, {"torch": "2.12"}) == []
+    assert environment_differences([], {"torch": "2.12"}) == []
 
 
-def test_environments_do_not_mix_unless_allowed() -> None:
-    blocks = [block_of({"torch": "2.12", "threads": 2, "used_tokens_per_batch": 8}), block_of({"torch": "2.12"})]
-    now = {"torch": "2.13", "threads": 2}
-    with pytest.raises(SettingsError) as error:
-        ensure_unmixed(blocks, now, allow_mixed=False, folder=".work/capture-0")
-    assert str(error.value) == (
-        "blocks in .work/capture-0 were captured differently: threads: None then, 2 now; torch: '2.12' then, '2.13' "
-        "now; last bits would differ between samples: capture as before, set runtime.allow_mixed: true, or remove the "
-        "folder to start again"
-    )
-    ensure_unmixed(blocks, now, allow_mixed=True, folder="")
-    ensure_unmixed(blocks, {"torch": "2.12"}, allow_mixed=False, folder="")
-    ensure_unmixed([], now, allow_mixed=False, folder="")
-
-
-def test_a_resume_elsewhere_stops_unless_mixing_is_allowed(tmp_path: Path) -> None:
-    samples = make_samples()
-    Run(tmp_path, samples[:2])()
-    run = Run(tmp_path, samples)
-    run.environment = {"accelerator": "other"}
-    with pytest.raises(SettingsError, match="accelerator: 'cpu' then, 'other' now"):
-        run()
-    assert run.asked == ["environment"]
-    mixed = run(runtime=RuntimeSettings(allow_mixed=True, max_tokens_per_batch=64))
-    assert {block.environment["accelerator"] for block in mixed.values()} == {"cpu", "other"}
-
-
-def test_blocks_of_samples_that_are_no_longer_wanted_do_not_count_as_mixed(tmp_path: Path) -> None:
+def test_blocks_of_samples_that_are_no_longer_wanted_do_not_count_as_present(tmp_path: Path) -> None:
+    """So that a capture that goes on elsewhere is not held to what nobody reads any more."""
     samples = make_samples()
     Run(tmp_path, samples[:2])()
     run = Run(tmp_path, samples[2:])
+    assert run.plan().present == {}
     run.environment = {"accelerator": "other"}
     assert {block.environment["accelerator"] for block in run().values()} == {"other"}
+    assert len(run.store.finished_blocks()[0]) == 1 + len(run.plan().present)
 
 
 def test_what_moves_last_bits_is_recorded() -> None:
@@ -641,4 +874,21 @@ def test_what_moves_last_bits_is_recorded() -> None:
         "max_tokens_per_batch": 5,
         "parallelism": "replicate",
         "torch": torch.__version__,
+    }
+
+
+def test_how_the_target_is_sharded_is_recorded_where_it_moves_last_bits() -> None:
+    """FSDP gathers whole layers, so that the number of ranks does not count."""
+    recorded = {
+        (parallelism, size): capture_environment(CPU, RuntimeSettings(parallelism=parallelism), size)["parallelism"]
+        for parallelism in ("replicate", "fsdp", "tensor")
+        for size in (1, 2)
+    }
+    assert recorded == {
+        ("replicate", 1): "replicate",
+        ("replicate", 2): "replicate",
+        ("fsdp", 1): "fsdp",
+        ("fsdp", 2): "fsdp",
+        ("tensor", 1): "tensor:1",
+        ("tensor", 2): "tensor:2",
     }

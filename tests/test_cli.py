@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dspark_cache.blocks import BlockStore
+from dspark_cache.blocks import BlockStore, block_name
 from dspark_cache.cli import main
 from dspark_cache.files import FileLock
 from dspark_cache.inputs import Fingerprints
@@ -163,7 +163,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     for store in stores:
         with store.lock():
             store.prepare()
-        store.path("block-000000").write_bytes(bytes(1 << 20))
+        store.path(block_name(())).write_bytes(bytes(1 << 20))
     ledger = Ledger(
         identity=stores[1].identity,
         target_model="x",
@@ -277,8 +277,11 @@ def test_an_interrupted_question_removes_nothing(
     assert left(folders) == [True, True, True]
 
 
-def test_clean_skips_folders_that_are_being_written(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    with FileLock(folders[0] / "lock"):
+@pytest.mark.parametrize("name", ["lock", "lock-rank-3", "lock-slice-1-of-2", "lock-slice-1-of-2-rank-0"])
+def test_clean_skips_folders_that_are_being_written(
+    folders: list[Path], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with FileLock(folders[0] / name):
         assert main(["clean", "--yes"]) == 0
         assert left(folders) == [True, True, False]
         assert f"kept {folders[0]}: {folders[0]} is being written by process {os.getpid()} on host " in (
@@ -290,19 +293,20 @@ def test_clean_skips_folders_that_are_being_written(folders: list[Path], capsys:
     assert left(folders) == [False, True, False]
 
 
+@pytest.mark.parametrize("name", ["lock", "lock-rank-3", "lock-slice-1-of-2", "lock-slice-1-of-2-rank-0"])
 def test_the_lock_of_a_host_that_is_gone_is_broken_on_request_only(
-    folders: list[Path], capsys: pytest.CaptureFixture[str]
+    folders: list[Path], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     for folder in folders[:2]:
-        (folder / "lock").write_text(json.dumps({"host": "gone.invalid", "pid": 5}))
+        (folder / name).write_text(json.dumps({"host": "gone.invalid", "pid": 5}))
     assert main(["clean", "--yes"]) == 0
     assert left(folders) == [True, True, False]
-    message = f"{folders[0]} is being written by process 5 on host gone.invalid (lock {folders[0] / 'lock'})"
+    message = f"{folders[0]} is being written by process 5 on host gone.invalid (lock {folders[0] / name})"
     assert f"kept {folders[0]}: {message}; if that host is gone for good: dspark-cache clean --break-lock\n" in (
         capsys.readouterr().err
     )
     assert main(["clean", "--break-lock"]) == 0
-    expected = sorted(f"forgot the holder of {folder / 'lock'}" for folder in folders[:2])
+    expected = sorted(f"forgot the holder of {folder / name}" for folder in folders[:2])
     assert sorted(capsys.readouterr().out.splitlines()) == expected
     assert left(folders) == [True, True, False]
     assert main(["clean", "--break-lock"]) == 0

@@ -25,6 +25,7 @@ LINES = re.compile(
 MODULES = ("files", "capture_run", "publish")
 ELSEWHERE = {
     "break_lock": "tests/test_files.py",  # `dspark-cache clean` alone breaks locks
+    "ensure_unlocked": "tests/test_blocks.py",  # of slices and ranks
     "temporary_folder": "tests/test_files.py",
 }
 """Function whose lines no sweep reaches, to the tests that hold them."""

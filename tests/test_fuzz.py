@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dspark_cache import CachedDSparkDataset, write_manifest, write_shard, write_target_weights
-from dspark_cache.blocks import Block, BlockStore, PlannedBlock
+from dspark_cache.blocks import Block, BlockStore, PlannedBlock, block_name
 from dspark_cache.errors import DsparkCacheError
 from dspark_cache.files import file_digest
 from dspark_cache.ledger import Ledger, place_samples, read_ledger
@@ -76,7 +76,7 @@ PROVENANCE: Document = {
     },
 }
 BLOCK: Document = {
-    "name": "block-000003",
+    "name": "block-00000000000000a3",
     "samples": [key(1), key(2)],
     "lengths": [2, 3],
     "bytes": 100,
@@ -85,7 +85,7 @@ BLOCK: Document = {
     "environment": {"accelerator": "cpu", "threads": 2},
 }
 LEDGER: Document = {
-    "capture_version": 1,
+    "capture_version": 2,
     "identity": {"hidden_size": 4, "target_layer_ids": [-1, 3], "compute_dtype": "bf16", "weights": "sha256:0"},
     "target_model": "inputs/target",
     "target_model_type": "qwen3",
@@ -94,11 +94,9 @@ LEDGER: Document = {
     "logits": {"logit_scale": 0.5},
     "weights_bytes": 7,
     "weights_sha256": DIGEST,
-    "blocks": [BLOCK, {**BLOCK, "name": "block-000004", "samples": [], "lengths": [], "dropped": {}}],
+    "blocks": [BLOCK, {**BLOCK, "name": "block-00000000000000a4", "samples": [], "lengths": [], "dropped": {}}],
 }
-PLAN: Document = {
-    "blocks": [{"name": "block-000000", "samples": [key(1), key(2)]}, {"name": "block-000001", "samples": []}]
-}
+PLAN: Document = {"blocks": [[key(1), key(2)], []]}
 TOKENS: Document = {
     "num_samples": 3,
     "num_tokens": 6,
@@ -139,7 +137,10 @@ def is_key(value: object) -> bool:
 
 def is_block_name(value: object) -> bool:
     return (
-        type(value) is str and value[:6] == "block-" and len(value) == 12 and all(d in "0123456789" for d in value[6:])
+        type(value) is str
+        and value[:6] == "block-"
+        and len(value) == 22
+        and all(digit in "0123456789abcdef" for digit in value[6:])
     )
 
 
@@ -262,6 +263,7 @@ def check_plan(_: Path, plan: list[PlannedBlock]) -> None:
         assert is_block_name(block.name)
         assert type(block.samples) is tuple
         assert all(map(is_key, block.samples))
+        assert block.name == block_name(block.samples)
 
 
 def check_tokens(_: Path, tokens: Tokens) -> None:
@@ -372,7 +374,7 @@ def put_plan(folder: Path, text: bytes, _: int) -> None:
 
 
 def read_block(folder: Path) -> Block:
-    path = folder / "block-000003.json"
+    path = folder / f"{BLOCK['name']}.json"
     return Block.parse(read_json_object(path), name=str(path))
 
 
@@ -381,7 +383,7 @@ PARSERS = {
     "ragged manifest": Parser(RAGGED, "manifest.json", read_manifest, check_manifest),
     "provenance": Parser(sealed(PROVENANCE), "provenance.json", read_provenance, check_provenance, put_provenance),
     "ledger": Parser(LEDGER, "features.json", lambda f: read_ledger(f / "features.json"), check_ledger),
-    "block": Parser(BLOCK, "block-000003.json", read_block, check_block),
+    "block": Parser(BLOCK, f"{BLOCK['name']}.json", read_block, check_block),
     "plan": Parser(PLAN, "", lambda f: BlockStore(f, LEDGER["identity"]).read_plan(), check_plan, put_plan),
     "tokens": Parser(TOKENS, "tokens.", Tokens, check_tokens, put_tokens),
     "header": Parser(HEADER, "a.safetensors", lambda f: ShardFile(f / "a.safetensors"), check_header, put_header),
@@ -461,8 +463,8 @@ ODD_TEXTS = [
     "bf16",
     "BF16",
     "I64",
-    "block-000001",
-    "block-00000١",
+    "block-00000000000000a1",
+    "block-000000000000000١",
     DIGEST,
     DIGEST[:-1],
     key(7),
@@ -716,8 +718,11 @@ def test_no_number_in_a_document_makes_a_parser_take_memory(name: str, folder: P
 @pytest.mark.parametrize(
     ("name", "path", "value"),
     [
-        ("block", ("name",), "block-00000١"),
-        ("plan", ("blocks", 0, "name"), "block-00000١"),
+        ("block", ("name",), "block-000000000000000١"),
+        ("block", ("name",), "block-000001"),
+        ("plan", ("blocks", 0, 0), f"{key(1)[:-1]}١"),
+        ("plan", ("blocks", 0), {key(1): key(2)}),
+        ("plan", ("blocks", 0), {"name": "block-000001", "samples": [key(1)]}),
         ("block", ("dropped", key(9)), 5),
         ("ledger", ("logits", "logit_scale"), "x"),
     ],

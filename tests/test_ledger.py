@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dspark_cache.blocks import Block
+from dspark_cache.blocks import Block, block_name
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError
 from dspark_cache.ledger import Ledger, place_samples, read_ledger
 from dspark_cache.schema import STAGE_VERSIONS
@@ -21,9 +21,9 @@ def key(number: int) -> str:
     return f"{number:032x}"
 
 
-def block(name: str, samples: dict[int, int], *dropped: int, **environment: Any) -> Block:
+def block(samples: dict[int, int], *dropped: int, **environment: Any) -> Block:
     return Block(
-        name=name,
+        name=block_name(map(key, (*samples, *dropped))),
         samples=tuple(map(key, samples)),
         lengths=tuple(samples.values()),
         num_bytes=100,
@@ -42,7 +42,7 @@ LEDGER = Ledger(
     logits={"logit_scale": 0.5},
     weights_bytes=7,
     weights_sha256="a" * 64,
-    blocks=(block("block-000000", {1: 2, 2: 3}, 9, threads=2), block("block-000004", {3: 1}, threads=2)),
+    blocks=(block({1: 2, 2: 3}, 9, threads=2), block({3: 1}, threads=2)),
 )
 
 
@@ -71,7 +71,7 @@ def test_the_same_ledger_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_distinct_environments_are_listed_once_and_sorted() -> None:
-    blocks = (block("block-000000", {1: 1}, b=1), block("block-000001", {2: 1}, a=1), block("block-000002", {}, b=1))
+    blocks = (block({1: 1}, b=1), block({2: 1}, a=1), block({}, b=1))
     assert dataclasses.replace(LEDGER, blocks=blocks).environments() == [{"a": 1}, {"b": 1}]
 
 
@@ -159,7 +159,7 @@ def test_a_set_of_which_every_sample_was_dropped_is_refused() -> None:
 
 
 def test_a_sample_dropped_once_and_captured_later_is_found() -> None:
-    ledger = dataclasses.replace(LEDGER, blocks=(*LEDGER.blocks, block("block-000005", {9: 8})))
+    ledger = dataclasses.replace(LEDGER, blocks=(*LEDGER.blocks, block({9: 8})))
     (place,) = place_samples(ledger, [key(9)], [8])
     assert place is not None
-    assert place.block.name == "block-000005"
+    assert place.block == ledger.blocks[-1]

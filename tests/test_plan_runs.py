@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dspark_cache.blocks import Block, PlannedBlock, plan_blocks
+from dspark_cache.blocks import Block, PlannedBlock, block_name, plan_blocks
 from dspark_cache.shards import cut_by_bytes
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def test_a_fresh_plan_has_the_runs_of_both_parts_as_its_blocks(limit: int, held_
         whole, due = plan(wanted, [], [], limit, held_out)
         assert whole == due
         assert [block.samples for block in due] == runs(wanted, limit, held_out)
-        assert [block.name for block in due] == [f"block-{number:06d}" for number in range(len(due))]
+        assert [block.name for block in due] == [block_name(block.samples) for block in due]
+        assert len({block.name for block in due}) == len(due)
     tally("plans", len(LENGTHS))
 
 
@@ -152,6 +153,6 @@ def test_what_is_held_out_changes_nothing_that_was_captured(limit: int, held_out
 
 
 def test_what_is_left_of_both_parts_is_not_mixed() -> None:
-    done = PlannedBlock(name="block-000000", samples=(KEYS[0], KEYS[2]))
+    done = PlannedBlock((KEYS[0], KEYS[2]))
     _, due = plan(wanted_of((1, 1, 1, 1)), [done], [done], 2 * TOKEN_BYTES, 2)
     assert [block.samples for block in due] == [(KEYS[1],), (KEYS[3],)]
