@@ -140,7 +140,7 @@ class Capturer:
         """Where the target is."""
         return self._target.device
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP2 does not know inference mode: with one rank it fails
     def __call__(self, samples: Sequence[torch.Tensor]) -> States:
         """Run one batch, padded on the right.
 
@@ -178,7 +178,7 @@ class Capturer:
         finite = torch.isfinite(hidden).all(dim=-1) & torch.isfinite(last).all(dim=-1)
         return States(hidden=hidden, last=last, finite=finite)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def idle(self) -> None:
         """Run a forward whose states nobody wants, where forwards are collectives and another rank runs one."""
         self._forward(torch.zeros((1, 1), dtype=torch.int64, device=self._target.device))

@@ -177,11 +177,11 @@ def test_a_rank_that_is_killed_is_named(tokenized: Repository) -> None:
     )
 
 
-@pytest.mark.parametrize("parallelism", ["fsdp", "tensor"])
+@pytest.mark.parametrize(("parallelism", "count"), [("fsdp", "1"), ("fsdp", "2"), ("tensor", "2")])
 def test_a_sharded_target_gives_the_states_of_a_whole_one(
-    undisturbed: Repository, tokenized: Repository, parallelism: str
+    undisturbed: Repository, tokenized: Repository, parallelism: str, count: str
 ) -> None:
-    how = {"DSPARK_RUNTIME__PROCESSES": "2", "DSPARK_RUNTIME__PARALLELISM": parallelism}
+    how = {"DSPARK_RUNTIME__PROCESSES": count, "DSPARK_RUNTIME__PARALLELISM": parallelism}
     done = tokenized.stage("capture", **how)
     assert done.returncode == 0, done.stderr
     path = tokenized.root / "features.json"
