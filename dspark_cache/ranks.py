@@ -44,13 +44,14 @@ LOST_SECONDS = 5.0
 
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    # before srun, by which mpirun starts its daemons
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     # SLURM_STEP_*: those of srun; a batch script has SLURM_PROCID and SLURM_NTASKS too, and is no rank
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-"""Variables of torchrun, srun, Open MPI, and MPICH or Intel MPI: rank, number of ranks, and both on this machine."""
-_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_ID")
+"""Variables of torchrun, Open MPI, srun, and MPICH or Intel MPI: rank, number of ranks, and both on this machine."""
+_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 
 
 class PeerLostError(DsparkCacheError, ConnectionError):
@@ -183,9 +184,10 @@ class Peers:
         """Say that this rank is done; rank 0 waits for all, and calls `refresh` meanwhile."""
         if self.add("finished", 1) == self.rank.count:
             self.tell("all finished", b"")
-        while self.rank.number == 0 and not self._is_told("all finished"):
+        if self.rank.number == 0:
+            while not self._is_told("all finished"):
+                refresh()
             refresh()
-        refresh()
 
     def _is_told(self, name: str) -> bool:
         """Wait a little for what is told, and look for failures."""
@@ -312,7 +314,7 @@ def ending_together(peers: Peers, report: Path | None = None) -> Iterator[None]:
             _exit(1)
         if not isinstance(error, DsparkCacheError | OSError):
             traceback.print_exc()
-        text = f"rank {peers.rank.number} on {socket.gethostname()}: {error or type(error).__name__}"
+        text = f"rank {peers.rank.number} on {socket.gethostname()}: {str(error) or type(error).__name__}"
         with suppress(PeerLostError):
             peers.fail(text)
         if report is None:

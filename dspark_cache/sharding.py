@@ -138,7 +138,7 @@ def _load_fsdp(
         # FSDP2 cuts as torch.chunk does; a copy, as a view would keep all of a tensor
         parts = parameter.detach().chunk(group.size)
         part = parts[group.rank] if group.rank < len(parts) else parameter.detach()[:0]
-        rows[name] = part.to(device, copy=True)
+        rows[name] = part.to(device, copy=True, memory_format=torch.contiguous_format)
 
     with _sequential_load():
         model = _load_without_parameters(folder, settings, compute_dtype, keep_rows)
