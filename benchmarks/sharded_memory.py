@@ -6,7 +6,9 @@ A dense and a mixture-of-experts model of random float32 weights are loaded over
 machine's CPU; then two forwards are run and the embedding is gathered, as capture does. What is measured is the
 largest RssAnon of any rank, seen from outside, less what it had after doing all of that with a tiny model of the same
 family: imports, and buffers of gloo. Parameters that are a mapping of the checkpoint's files are no anonymous memory.
-Ends with 1 where a load needs more than the bound.
+Ends with 1 where a load needs more than the bound. Forwards under FSDP may: beside a rank's share they hold a layer, or
+the embedding, about three times (in gloo, as it arrives, and as it is used), a gathered embedding is there twice, and
+in models as small as these a layer is a large part of a share.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--json", type=Path)
     parsed = parser.parse_args()
-    table = [["model", "way", "ranks", "share", "largest tensor", *PHASES, "bound", "load", "all"]]
+    table = [["model", "way", "ranks", "share", "largest tensor", *PHASES, "bound", "load within", "all within"]]
     found: list[dict[str, object]] = []
     for name, make in MODELS.items():
         model = make(parsed.work / name, parsed.mb * MB)
@@ -60,7 +62,7 @@ def main() -> int:
                 work = parsed.work / f"{name}-{parallelism}-{size}"
                 peaks = measure(model, parsed.work / f"{name}-tiny", work, parallelism, size)
                 bound = model.bound(size)
-                whether = ["met" if largest <= bound else "NOT met" for largest in (peaks["load"], max(peaks.values()))]
+                whether = ["yes" if largest <= bound else "no" for largest in (peaks["load"], max(peaks.values()))]
                 sizes = (model.num_bytes // size, model.largest, *peaks.values(), bound)
                 share, tensor, *rest = (f"{value / MB:.0f} MB" for value in sizes)
                 table.append([name, parallelism, str(size), share, tensor, *rest, *whether])
@@ -68,7 +70,7 @@ def main() -> int:
     print_table(table)
     if parsed.json:
         parsed.json.write_text(json.dumps(found, indent=2) + "\n")
-    return int(any(row[-2] != "met" for row in table[1:]))
+    return int(any(row[-2] == "no" for row in table[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

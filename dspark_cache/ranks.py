@@ -51,7 +51,6 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 """Variables of torchrun, Open MPI, srun, and MPICH or Intel MPI: rank, number of ranks, and both on this machine."""
-_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 
 
 class PeerLostError(DsparkCacheError, ConnectionError):
@@ -107,7 +106,8 @@ def find_master(rank: Rank, environment: Mapping[str, str]) -> tuple[str, int]:
         host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", environment["SLURM_STEP_NODELIST"]).partition(",")[0]
     if not host:
         raise SettingsError("the ranks are on several machines: set MASTER_ADDR to the host of rank 0")
-    job = "/".join(environment.get(name, "") for name in _JOB_VARIABLES)
+    step = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+    job = environment.get("PMIX_NAMESPACE", step)  # of mpirun, some of whose ranks may be tasks of srun, others not
     return host, int(environment.get("MASTER_PORT") or 20000 + zlib.crc32(job.encode()) % 10000)
 
 

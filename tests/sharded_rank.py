@@ -27,12 +27,15 @@ from dspark_cache.forward import Capturer
 from dspark_cache.ranks import Group, Peers, Rank
 from dspark_cache.settings import TargetSettings
 from dspark_cache.target import Target, as_target, load_model, read_target_facts
+from tests.families import NUM_TEXT_IDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch import nn
+
+CPU = torch.device("cpu")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "transformers.modeling_utils", "accelerate"])
@@ -58,30 +61,31 @@ def run_ranks(size: int, folder: Path, task: Callable[..., Any], *arguments: Any
     ]
     for process in processes:
         process.start()
-    end, failed = time.monotonic() + timeout, None
+    end = time.monotonic() + timeout
+    running = {process.sentinel: process for process in processes}
     try:
-        while failed is None and any(process.is_alive() for process in processes):
-            alive = [process.sentinel for process in processes if process.exitcode is None]
-            in_time = wait(alive, max(0.0, end - time.monotonic()))
-            failed = next((number for number, process in enumerate(processes) if process.exitcode), None)
-            if not in_time and failed is None:
-                for process in processes:
-                    os.kill(process.pid or 0, signal.SIGUSR1)  # say where you stand
+        while running and not any(process.exitcode for process in processes):
+            ended = wait(list(running), max(0.0, end - time.monotonic()))
+            if not ended:
+                for process in running.values():
+                    os.kill(process.ident, signal.SIGUSR1)  # it says where it stands
                 time.sleep(1)
-                outputs = "\n".join(f"rank {number}: {_output(folder, number)}" for number in range(size))
-                raise AssertionError(f"{size} ranks took more than {timeout} s\n{outputs}")
+                raise AssertionError(f"{size} ranks took more than {timeout} s\n{_outputs(folder, range(size))}")
+            for sentinel in ended:
+                running.pop(sentinel).join()
+        failed = [number for number, process in enumerate(processes) if process.exitcode]
     finally:
         for process in processes:
             process.kill()
             process.join()
-    if failed is not None:
-        raise AssertionError(f"rank {failed} ended with {processes[failed].exitcode}\n{_output(folder, failed)}")
+    if failed:
+        raise AssertionError(f"ranks {failed} of {size} failed\n{_outputs(folder, failed)}")
     return [pickle.loads((folder / f"{number}.pickle").read_bytes()) for number in range(size)]
 
 
-def _output(folder: Path, number: int) -> str:
-    path = folder / f"{number}.out"
-    return path.read_text()[-4000:] if path.exists() else "no output"
+def _outputs(folder: Path, numbers: Iterable[int]) -> str:
+    paths = {number: folder / f"{number}.out" for number in numbers}
+    return "\n".join(f"rank {n}: {path.read_text()[-4000:]}" for n, path in paths.items() if path.exists())
 
 
 def _be_rank(number: int, size: int, folder: Path, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -94,7 +98,7 @@ def _be_rank(number: int, size: int, folder: Path, task: Callable[..., Any], arg
     torch.set_num_threads(1)
     try:
         peers = Peers(Rank(number, size, number, size), dist.FileStore(str(folder / "store"), size))
-        group = Group.join(peers, size, torch.device("cpu"))
+        group = Group.join(peers, size, CPU)
         result = task(group, *arguments)
         (folder / f"{number}.pickle").write_bytes(pickle.dumps(result))
         dist.barrier()
@@ -104,11 +108,6 @@ def _be_rank(number: int, size: int, folder: Path, task: Callable[..., Any], arg
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-
-
-CPU = torch.device("cpu")
-NUM_TEXT_IDS = 112
-"""As tests.families has it: ids below are text in every tiny model."""
 
 
 def make_batches(number: int, count: int) -> list[list[torch.Tensor]]:

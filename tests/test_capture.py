@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -9,7 +10,8 @@ import re
 import shutil
 import threading
 import weakref
-from functools import cache
+from functools import cache, partial
+from itertools import chain, count, repeat
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,7 +42,7 @@ from dspark_cache.tokens import sample_key
 from tests.repository import GOLDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 MODELS = ("qwen3-tiny", "llama-tied-tiny", "gemma3-text-tiny", "gemma4-tiny")
@@ -206,10 +208,17 @@ def test_an_idle_forward_goes_through_the_whole_base() -> None:
     assert widths == [(1, 1)] * len(target.layers)
 
 
-def test_states_are_detached_from_autograd() -> None:
-    states = Capturer(shared("qwen3-tiny"), [0], 64)(make_samples([3]))
-    assert states.hidden.is_inference()
+def test_forwards_keep_nothing_for_gradients_though_weights_ask_for_them() -> None:
+    target = load("qwen3-tiny")
+    target.model.requires_grad_(True)
+    outputs: list[bool] = []
+    target.base.register_forward_hook(lambda *args: outputs.append(args[2].last_hidden_state.requires_grad))
+    capturer = Capturer(target, [0], 64)
+    states = capturer(make_samples([3]))
     assert not states.hidden.requires_grad
+    assert not states.last.requires_grad
+    capturer.idle()
+    assert outputs == [False, False]
 
 
 # The shape of a state
@@ -734,6 +743,52 @@ def test_whoever_follows_or_idles_runs_the_forwards_of_a_block_and_writes_nothin
     assert counting.forwards == [1, 3, 1] * 2 + [0] * 3
     assert capturer.num_forwards([]) == 0
     assert not run.store.folder.exists()
+
+
+def test_a_rank_by_itself_never_idles(tmp_path: Path) -> None:
+    counting = Counting()
+    Run(tmp_path, make_samples())(capturer=counting)
+    assert counting.forwards == [1, 2, 1, 2]  # 40, 5 and 1; 40; 17 and 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Lockstep(Group):
+    """A group whose collectives give what the others would: their turns, and the most forwards of each."""
+
+    turns: Iterator[int] = dataclasses.field(default_factory=count)
+    forwards: Iterator[int] = dataclasses.field(default_factory=partial(repeat, 4))
+
+    def agree(self, value: int) -> int:
+        return value if self.rank == 0 else next(self.turns)
+
+    def most(self, value: int) -> int:
+        return max(value, next(self.forwards))
+
+
+@pytest.mark.parametrize(
+    ("rank", "parallelism", "written", "forwards"),
+    [
+        (0, "fsdp", [0, 2], [[1, 2, 0, 0], [1, 0, 0, 0]]),  # each rank has a block of its own
+        (1, "fsdp", [1], [[1, 0, 0, 0], [0, 0, 0, 0]]),  # then there is none for it, but one for the other
+        (0, "tensor", [0, 1, 2], [[1, 2, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]),  # all have the same, the first writes
+        (1, "tensor", [], [[1, 2, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]),
+    ],
+)
+def test_ranks_in_lockstep_run_as_many_forwards_as_the_one_with_the_most(
+    tmp_path: Path, rank: int, parallelism: str, written: list[int], forwards: list[list[int]]
+) -> None:
+    run, counting = Run(tmp_path, make_samples((40, 5, 1, 40, 17))), Counting()
+    due = run.plan(block_bytes=46 * BYTES_PER_TOKEN)
+    assert [sum(run.lengths[key] for key in block.samples) for block in due.blocks] == [46, 40, 17]
+    crew = Crew(peers=Peers.alone(), group=Lockstep(rank, 2), parallelism=parallelism)
+
+    def read_block(planned: PlannedBlock) -> tuple[PlannedBlock, list[torch.Tensor]]:
+        return planned, [run.ids[key] for key in planned.samples]
+
+    capturer = run.block_capturer(counting, RUNTIME, in_lockstep=True)
+    compute_blocks(due.blocks, read_block, capturer, crew, SharedProgress(crew.peers, None), 1)
+    assert counting.forwards == list(chain.from_iterable(forwards))
+    assert run.store.finished_blocks()[0].keys() == {due.blocks[number].name for number in written}
 
 
 def crews(count: int, parallelism: str = "replicate") -> list[Crew]:

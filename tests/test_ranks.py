@@ -197,6 +197,13 @@ def test_all_ranks_of_a_job_work_out_the_same_port(launcher: Callable[..., dict[
     assert 20000 <= port < 30000
 
 
+def test_ranks_of_mpirun_agree_on_the_port_whether_or_not_srun_started_their_daemon() -> None:
+    """The daemon on mpirun's own machine is no task of srun, the others are."""
+    here = SBATCH | mpirun(0, 8, 0, 4) | {"MASTER_ADDR": "gpu1"}
+    there = here | srun(0, 1, 0, "1") | {"SLURM_STEP_NODELIST": "gpu2"} | mpirun(5, 8, 1, 4)
+    assert find_master(Rank(0, 8, 0, 4), here) == find_master(TWO_MACHINES, there)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
