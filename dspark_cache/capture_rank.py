@@ -127,9 +127,11 @@ class _Samples:
             InputError: They are not those that rank 0 has.
         """
         name, indices = block
-        samples = [self._tokens.input_ids(index) for index in indices]
-        planned = PlannedBlock(tuple(map(sample_key, samples)))
-        if planned.name != name:
+        planned = None
+        if max(indices) < len(self._tokens):
+            samples = [self._tokens.input_ids(index) for index in indices]
+            planned = PlannedBlock(tuple(map(sample_key, samples)))
+        if planned is None or planned.name != name:
             raise InputError(f"{TOKENS_PATH}/ does not hold the samples of {name} that rank 0 has: share one folder")
         self._first_index.update(zip(planned.samples, indices, strict=True))
         return planned, samples
@@ -139,8 +141,8 @@ class _Samples:
         return f"sample {self._first_index[key]}"
 
     def num_tokens(self, block: tuple[str, list[int]]) -> int:
-        """Return the tokens of a block."""
-        return sum(self._tokens.length(index) for index in block[1])
+        """Return the tokens of a block, of those of its samples that are here."""
+        return sum(self._tokens.length(index) for index in block[1] if index < len(self._tokens))
 
 
 def _compute(

@@ -33,8 +33,8 @@ _T = TypeVar("_T")
 
 MESSAGE_BYTES = 1 << 22
 """Largest value put into the store at once; a TCPStore takes at most 8 MiB."""
-WAIT = timedelta(seconds=1)
-"""How often whoever waits looks whether a rank has failed."""
+POLL_SECONDS = 0.1
+"""How often whoever waits looks; waiting in the store itself writes two lines of log each time it ends in vain."""
 MEETING_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for rank 0 to come up."""
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -82,7 +82,7 @@ def find_rank(environment: Mapping[str, str]) -> Rank | None:
     """
     for names in _LAUNCHERS:
         if names[0] in environment and names[1] in environment:
-            found = [re.match(r"\d+", environment.get(name, "")) for name in names]
+            found = [re.match(r"\d+", value) for value in _values(names, environment)]
             if not all(found):
                 values = ", ".join(f"{name}={environment.get(name)!r}" for name in names)
                 raise SettingsError(f"the launcher's variables are incomplete: {values}: expected a number in each")
@@ -92,11 +92,22 @@ def find_rank(environment: Mapping[str, str]) -> Rank | None:
     return None
 
 
+def _values(names: tuple[str, ...], environment: Mapping[str, str]) -> list[str]:
+    """Return the values of variables; of srun's list of tasks, "4(x2),3" of three nodes, what this node has."""
+    values = [environment.get(name, "") for name in names]
+    if names[0] == "SLURM_PROCID":
+        runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", values[-1])
+        tasks = [number for number, nodes in runs for _ in range(int(nodes or 1))]
+        node = int(environment.get("SLURM_NODEID") or 0)
+        values[-1] = tasks[node] if node < len(tasks) else ""
+    return values
+
+
 def find_master(rank: Rank, environment: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port where rank 0 is met: MASTER_ADDR and MASTER_PORT, else what the launcher lets know.
 
     Raises:
-        SettingsError: The ranks are on several machines, and nothing says where rank 0 is.
+        SettingsError: The ranks are on several machines, and nothing says where rank 0 is; or a port that is no number.
     """
     host = environment.get("MASTER_ADDR")
     if not host and rank.count == rank.local_count:
@@ -108,7 +119,10 @@ def find_master(rank: Rank, environment: Mapping[str, str]) -> tuple[str, int]:
         raise SettingsError("the ranks are on several machines: set MASTER_ADDR to the host of rank 0")
     step = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
     job = environment.get("PMIX_NAMESPACE", step)  # of mpirun, some of whose ranks may be tasks of srun, others not
-    return host, int(environment.get("MASTER_PORT") or 20000 + zlib.crc32(job.encode()) % 10000)
+    port = environment.get("MASTER_PORT") or str(20000 + zlib.crc32(job.encode()) % 10000)
+    if not port.isdecimal():
+        raise SettingsError(f"MASTER_PORT: expected a number, found {port!r}")
+    return host, int(port)
 
 
 class Peers:
@@ -192,11 +206,10 @@ class Peers:
     def _is_told(self, name: str) -> bool:
         """Wait a little for what is told, and look for failures."""
         self.ensure_no_failure()
-        try:
-            self._reach(self._store.wait, [name], WAIT)
-        except dist.DistStoreError:  # not yet
-            return False
-        return True
+        is_told: bool = self._reach(self._store.check, [name])
+        if not is_told:
+            time.sleep(POLL_SECONDS)
+        return is_told
 
     def _reach(self, call: Callable[..., _T], *arguments: Any) -> _T:
         try:

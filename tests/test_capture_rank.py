@@ -247,6 +247,15 @@ def swap(tokens: Path) -> None:
         write_tensors(temporary, tensors)
 
 
+def test_fewer_tokens_than_rank_0_s_are_refused(rig: Rig) -> None:
+    work = rig.work()
+    name, indices = work.blocks[0]
+    beyond = dataclasses.replace(work, blocks=[(name, [*indices, len(rig.tokens)])])
+    with pytest.raises(InputError) as error:
+        compute_work(rig.stage, rig.tokens, beyond, Peers.alone())
+    assert str(error.value) == f"tokens/ does not hold the samples of {name} that rank 0 has: share one folder"
+
+
 def test_other_tokens_than_rank_0_s_are_refused(rig: Rig) -> None:
     work = rig.work()
     swap(rig.repository.root / "tokens")

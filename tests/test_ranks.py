@@ -104,6 +104,8 @@ SBATCH = {"SLURM_JOB_ID": "71", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM
         (srun(0, 1, 0, "1") | mpirun(3, 4, 3, 4), Rank(3, 4, 3, 4)),
         (srun(1, 2, 0, "1(x2)") | mpirun(5, 8, 1, 4), Rank(5, 8, 1, 4)),  # the srun that started mpirun's daemons
         (srun(1, 2, 1, "2") | {"PMI_RANK": "1", "PMI_SIZE": "2"}, Rank(1, 2, 1, 2)),  # srun --mpi=pmi2
+        (srun(5, 7, 1, "4,3") | {"SLURM_NODEID": "1"}, Rank(5, 7, 1, 3)),
+        (srun(9, 11, 1, "4(x2),3") | {"SLURM_NODEID": "2"}, Rank(9, 11, 1, 3)),
         ({"RANK": "3"}, None),  # a name that others use too
         ({"WORLD_SIZE": "3", "LOCAL_RANK": "0"}, None),
     ],
@@ -413,6 +415,7 @@ def test_ranks_in_processes_of_their_own_hear_each_other(tmp_path: Path) -> None
     count, port = 4, free_port()
     ended = run_processes(tmp_path, [(talk, number, count, port) for number in range(count)])
     assert [each.code for each in ended] == [0] * count, ended
+    assert [each.said for each in ended] == [""] * count  # also where it waits for long
     values = [each.value for each in ended]
     assert all(value["heard"] for value in values)
     assert [value["names"] for value in values] == [[b"0", b"1", b"2", b"3"]] * count
@@ -552,3 +555,9 @@ def test_what_went_wrong_in_one_rank_is_what_the_first_one_says_too(ends: Ends) 
     (first, _), (second, _) = ends["together", 0], ends["together", 1]
     assert (first.code, second.code) == (1, 1)
     assert first.said == second.said == f"error: rank 1 on {HOST}: cache.dtype: no\n"
+
+
+def test_a_port_that_is_no_number_is_refused() -> None:
+    with pytest.raises(SettingsError) as error:
+        find_master(Rank(0, 2, 0, 2), {"MASTER_PORT": "any"})
+    assert str(error.value) == "MASTER_PORT: expected a number, found 'any'"
