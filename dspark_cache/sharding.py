@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from dspark_cache.settings import TargetSettings
     from dspark_cache.target import Target
 
+logger = logging.getLogger(__name__)
+
 NOT_SHARDED = {
     "fsdp": dict.fromkeys(("zamba", "zamba2"), "its layers share weights, which FSDP2 cannot shard"),
     "tensor": {
@@ -48,6 +51,8 @@ NOT_SHARDED = {
 """Parallelism to families that it fails for, and why; measured with transformers 5.24."""
 
 
+LITTLE_SHARED = 1.5
+"""Shares of the weights that a rank may hold before that is said."""
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD = 1 << 20
 
@@ -112,7 +117,23 @@ def load_over_group(
     load = _load_fsdp if parallelism == "fsdp" else _load_tensor_parallel
     target = load(folder, settings, compute_dtype, device, group)
     _ensure_as_one_process_loads(target, folder, settings, compute_dtype, group)
+    if group.rank == 0:
+        warn_of_little_shared(target.model, group.size)
     return target
+
+
+def warn_of_little_shared(model: torch.nn.Module, size: int) -> None:
+    """Warn where each of `size` ranks holds much more than its share of the weights, as some plans have it."""
+    parameters = [parameter.data for parameter in model.parameters() if parameter.device.type != "meta"]
+    held, whole = (sum(p.numel() * p.element_size() for p in part) for part in (map(_local, parameters), parameters))
+    if held * size > LITTLE_SHARED * whole:
+        logger.warning(
+            "each of %d processes holds %.0f %% of the weights: transformers' plan shares little of %s; "
+            "runtime.parallelism: fsdp shares all",
+            size,
+            100 * held / whole,
+            type(model).__name__,
+        )
 
 
 def _give_memory_back() -> None:

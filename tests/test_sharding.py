@@ -355,6 +355,17 @@ def test_every_family_is_as_one_process_has_it_or_refused(parallelism: str, mode
 # Memory
 
 
+def test_a_plan_that_shares_little_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(8, 8, bias=False)
+    sharding.warn_of_little_shared(model, 1)
+    assert caplog.messages == []
+    sharding.warn_of_little_shared(model, 2)
+    assert caplog.messages == [
+        "each of 2 processes holds 100 % of the weights: transformers' plan shares little of Linear; "
+        "runtime.parallelism: fsdp shares all"
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", WAYS)
 @pytest.mark.parametrize("name", ["dense", "experts"])
