@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 LIMIT = 1e-5
 """Relative L2 of a token's state in fp32 that sums in another order may move; measured at 5e-6 at most."""
 
-GROUPS = (("fsdp", 2), ("fsdp", 4), ("tensor", 2))
+GROUPS = (("fsdp", 2), ("fsdp", 4), ("tensor", 2), ("tensor", 4))
+FOUR_HEADS = ("qwen3", "qwen3_moe")
+"""Models with as many key and value heads as four ranks need."""
 WAYS = ("fsdp", "tensor")
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -57,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models by their names: a dense one, and with tied embeddings another one and a mixture of experts."""
     root = tmp_path_factory.mktemp("models")
     build_tiny("llama", root / "llama")
-    for name in ("qwen3", "qwen3_moe"):
+    for name in FOUR_HEADS:
         build_tied(name, root / name, vocab_size=123)  # rows that no number of ranks divides
     return {folder.name: folder for folder in root.iterdir()}
 
@@ -65,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def build_tied(model_type: str, folder: Path, vocab_size: int) -> None:
     """Save a tiny model whose lm_head is its embedding."""
     config = tiny_config(model_type)
-    config.tie_word_embeddings, config.vocab_size = True, vocab_size
+    config.tie_word_embeddings, config.vocab_size, config.num_key_value_heads = True, vocab_size, 4
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     disturb_norms(model)
@@ -104,9 +106,10 @@ def run(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factor
     # Under FSDP ranks have different numbers of batches, one of them none.
     counts = tuple(range(size)) if parallelism == "fsdp" else (2,) * size
     work = tmp_path_factory.mktemp("ranks") / "group"
-    targets = [(folder, "fp32") for folder in models.values()]
+    names = FOUR_HEADS if (parallelism, size) == ("tensor", 4) else tuple(models)
+    targets = [(models[name], "fp32") for name in names]
     results = run_ranks(size, work, sharded_rank.capture, targets, parallelism, counts)
-    found = [dict(zip(models, of_rank, strict=True)) for of_rank in results]
+    found = [dict(zip(names, of_rank, strict=True)) for of_rank in results]
     return Run(parallelism=parallelism, size=size, counts=counts, found=found)
 
 
