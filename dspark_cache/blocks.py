@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -247,15 +247,9 @@ class BlockStore:
         self.identity = dict(identity)
         self.folder = scratch / f"{FOLDER_PREFIX}{identity_hash(identity)}"
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder alone, as a run does for all of its ranks.
-
-        Raises:
-            LockedError: Another run, a rank of one that is gone, or a slice still writes here.
-        """
-        with lock_folder(self.folder):
-            yield
+    def lock(self) -> AbstractContextManager[None]:
+        """Return what holds the folder alone, as `lock_folder` does."""
+        return lock_folder(self.folder)
 
     @contextmanager
     def slice_lock(self, part: Slice) -> Iterator[None]:

@@ -95,7 +95,7 @@ def launch_ranks(module: str, count: int, content: Any, environment: Mapping[str
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             **environment,
         }
-        with _environment(variables), _signal_handlers():
+        with environment_variables(variables), _signal_handlers():
             _run(module, count, folder)
 
 
@@ -142,8 +142,8 @@ def _reason(folder: Path, error: ChildFailedError) -> str:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process, which the ranks inherit, while the block runs."""
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process, which those that it starts inherit, while the block runs."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

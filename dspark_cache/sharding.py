@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,11 @@ from torch.nn.modules.module import (
 )
 
 from dspark_cache.errors import InputError, SettingsError
+from dspark_cache.launch import environment_variables
 from dspark_cache.target import as_target, load_model, load_target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import nn
@@ -53,6 +53,8 @@ NOT_SHARDED = {
 
 LITTLE_SHARED = 1.5
 """Shares of the weights that a rank may hold before that is said."""
+_SEQUENTIAL_LOAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
+"""Lets transformers read one parameter after the other: its threads read ahead without a bound."""
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD = 1 << 20
 
@@ -162,7 +164,7 @@ def _load_fsdp(
         part = parts[group.rank] if group.rank < len(parts) else parameter.detach()[:0]
         rows[name] = part.to(device, copy=True, memory_format=torch.contiguous_format)
 
-    with _sequential_load():
+    with environment_variables(_SEQUENTIAL_LOAD):
         model = _load_without_parameters(folder, settings, compute_dtype, keep_rows)
     _tie_equal(model, rows, group)
     tied: dict[nn.Parameter, list[str]] = {}
@@ -273,7 +275,7 @@ def _ensure_as_one_process_loads(
             differing.append(name)
         compared.add(name)
 
-    with _sequential_load():
+    with environment_variables(_SEQUENTIAL_LOAD):
         alone = _load_without_parameters(folder, settings, compute_dtype, compare)
     # A parameter that is tied to another one was compared under that one's name.
     whole = dict(alone.named_parameters(remove_duplicate=False))
@@ -367,18 +369,3 @@ def _load_without_parameters(
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _sequential_load() -> Iterator[None]:
-    """Let transformers read one parameter after the other: its threads read ahead without a bound."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

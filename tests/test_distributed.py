@@ -13,23 +13,18 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.repository import Repository, kill, make_repository
+from tests.test_crash import NUM_ROWS, PARAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PARAMS: dict[str, dict[str, Any]] = {
-    "data": {"seq_length": 64},
-    "target": {"layer_ids": [1, 3], "block_bytes": 1},
-    "verify": {"recompute_samples": 0},
-}
-NUM_ROWS = 24
 HOST = socket.gethostname()
 POLL_SECONDS = 0.02
 """How often a condition is looked at that nothing signals."""

@@ -33,7 +33,6 @@ from tests.families import (
 from tests.repository import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 LIMIT = 1e-4
@@ -43,13 +42,7 @@ APART = 1e-2
 """Relative L2 that neighbouring layers differ by at least, so that a mistaken layer passes no limit."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads and wait for them wherever other work runs too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("model_type", [*COMMON, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])

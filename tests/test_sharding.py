@@ -32,7 +32,7 @@ from tests.sharded_rank import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 LIMIT = 1e-5
@@ -45,13 +45,7 @@ WAYS = ("fsdp", "tensor")
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As the ranks have it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
