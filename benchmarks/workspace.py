@@ -98,12 +98,13 @@ def measure(action: Callable[..., Any], *arguments: Any) -> Measured:
 
 def _measured(action: Callable[..., Any], arguments: tuple[Any, ...]) -> Measured:
     os.sync()
-    before, start = _bytes_written(), time.perf_counter()
+    before, start = bytes_written(), time.perf_counter()
     result = action(*arguments)
-    return Measured(seconds=time.perf_counter() - start, written=_bytes_written() - before, result=result)
+    return Measured(seconds=time.perf_counter() - start, written=bytes_written() - before, result=result)
 
 
-def _bytes_written() -> int:
+def bytes_written() -> int:
+    """Return the bytes that this process has given to write calls."""
     return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
 
 

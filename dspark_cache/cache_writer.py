@@ -1,15 +1,21 @@
 """Writing the files of a cache, in either layout, from rows of any source: captured blocks, or another cache.
 
-Rows are streamed, at most `CHUNK_BYTES` of them in memory, each byte hashed once as it is written; the zeros after a
-sample's end are holes. The manifest goes down first as incomplete and is completed last.
+Rows are streamed: threads read and convert parts of `CHUNK_BYTES`, a few of them ahead, while others are written and
+hashed, each byte once; the zeros after a sample's end are holes. The manifest goes down first as incomplete and is
+completed last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -44,10 +50,12 @@ if TYPE_CHECKING:
 
     from dspark_cache.files import FinishedParts
 
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 24
+"""Each thread holds at most three such parts, and what it converts them to."""
 _SAFE_SCALE = 2.0**118
 """With a larger one the largest 8-bit number is more than bf16 has."""
 
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +72,23 @@ class SharedFile:
     path: Path
     num_bytes: int
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows start (included) to stop (excluded) of a key of a sample."""
+
+    key: str
+    sample: int
+    start: int
+    stop: int
+
+    def rows(self, source: RowSource) -> torch.Tensor:
+        return source.rows(self.key, self.sample, self.start, self.stop)
+
+
+def _to_dtype(dtype: torch.dtype, _key: str, rows: torch.Tensor, _sample: int) -> torch.Tensor:
+    return rows.to(dtype)
 
 
 class RowSource(Protocol):
@@ -134,6 +159,8 @@ def write_cache(
     put_weights: Callable[[Path], str],
     advance: Callable[[int], None],
     finished: FinishedParts | None = None,
+    *,
+    num_threads: int = 1,
 ) -> Provenance:
     """Write all files of a cache into an empty folder, or one that holds those of `finished`; return its provenance.
 
@@ -144,22 +171,24 @@ def write_cache(
         put_weights: Puts the target weights at a path and returns their sha256.
         advance: Told of tokens that were written.
         finished: What an earlier run has finished; told of each shard.
+        num_threads: Threads that read and convert, beside the one that writes and the one that hashes.
 
     Raises:
         CaptureError: A state that does not fit into the cache's dtype.
     """
     write_manifest(folder, {**plan.manifest, "complete": False})
     files: dict[str, FileRecord] = {}
-    writer = _Writer(folder, plan, source)
-    for number, samples in enumerate(plan.shards):
-        for name in writer.names(number):
-            record = _kept(folder / name, finished)
-            if record is None:
-                record = writer.write(name, samples)
-                if finished is not None:
-                    finished.add(name, record.as_json())
-            files[name] = record
-        advance(sum(source.num_tokens(sample) for sample in samples))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="cache-rows") as threads:
+        writer = _Writer(folder, plan, source, Ahead(threads, num_threads))
+        for number, samples in enumerate(plan.shards):
+            for name in writer.names(number):
+                record = _kept(folder / name, finished)
+                if record is None:
+                    record = writer.write(name, samples)
+                    if finished is not None:
+                        finished.add(name, record.as_json())
+                files[name] = record
+            advance(sum(source.num_tokens(sample) for sample in samples))
     weights = folder / TARGET_WEIGHTS_NAME
     digest = put_weights(weights)
     files[TARGET_WEIGHTS_NAME] = FileRecord(num_bytes=weights.stat().st_size, sha256=digest, counts={})
@@ -183,10 +212,33 @@ def _kept(path: Path, finished: FinishedParts | None) -> FileRecord | None:
     return record if is_there else None
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Does work ahead of who takes the results: on `threads`, one more than `count` at a time."""
+
+    threads: ThreadPoolExecutor
+    count: int
+
+    def results(self, work: Iterable[Callable[[], _T]]) -> Iterator[_T]:
+        """Yield the results in order; what is pending when it is closed is given up."""
+        pending: deque[Future[_T]] = deque()
+        try:
+            for do in work:
+                pending.append(self.threads.submit(do))
+                if len(pending) > self.count:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
 class _Writer:
     """Writes the files of shards one by one."""
 
-    def __init__(self, folder: Path, plan: CachePlan, source: RowSource) -> None:
+    def __init__(self, folder: Path, plan: CachePlan, source: RowSource, ahead: Ahead) -> None:
+        self._ahead = ahead
         self._folder = folder
         self._plan = plan
         self._source = source
@@ -241,17 +293,39 @@ class _Writer:
 
     def _parts(self, key: str, sample: int, token_bytes: int) -> Iterator[torch.Tensor]:
         """Yield the rows of a sample, at most `CHUNK_BYTES` at a time."""
-        length, step = self._source.num_tokens(sample), max(1, CHUNK_BYTES // token_bytes)
-        for start in range(0, length, step):
-            yield self._source.rows(key, sample, start, min(start + step, length))
+        return (part.rows(self._source) for part in self._cut(key, [sample], token_bytes))
+
+    def _cut(self, key: str, samples: Iterable[int], token_bytes: int) -> Iterator[_Part]:
+        """Yield what is to be read of samples, at most `CHUNK_BYTES` at a time."""
+        step = max(1, CHUNK_BYTES // token_bytes)
+        for sample in samples:
+            length = self._source.num_tokens(sample)
+            for start in range(0, length, step):
+                yield _Part(key, sample, start, min(start + step, length))
+
+    def _read(
+        self,
+        key: str,
+        samples: Iterable[int],
+        token_bytes: int,
+        convert: Callable[[str, torch.Tensor, int], _T],
+    ) -> Iterator[tuple[int, _T]]:
+        """Yield the samples' parts, each with its sample, converted."""
+
+        def work(part: _Part) -> Callable[[], tuple[int, _T]]:
+            return lambda: (part.sample, convert(key, part.rows(self._source), part.sample))
+
+        return self._ahead.results(map(work, self._cut(key, samples, token_bytes)))
 
     def _fill_padded(self, writer: ShardWriter, specs: dict[str, TensorSpec], samples: Sequence[int]) -> None:
         for key in specs:
             spec = self._padded[key]
-            for sample in samples:
-                for rows in self._parts(key, sample, spec.row_bytes):
-                    cast = self._cast(key, rows, sample) if key in SCALES_OF else rows.to(spec.dtype)
-                    writer.append_bytes(key, cast)
+            is_state = key in SCALES_OF
+            convert = self._cast if is_state else partial(_to_dtype, spec.dtype)
+            parts = self._read(key, samples, spec.row_bytes, convert)
+            for sample, of_sample in groupby(parts, key=itemgetter(0)):
+                for _, rows in of_sample:
+                    writer.append_bytes(key, rows)
                 self._pad(writer, key, spec, self._source.num_tokens(sample))
 
     def _pad(self, writer: ShardWriter, key: str, spec: TensorSpec, length: int) -> None:
@@ -264,32 +338,27 @@ class _Writer:
 
     def _fill_samples(self, writer: ShardWriter, specs: dict[str, TensorSpec], samples: Sequence[int]) -> None:
         for key in (INPUT_IDS, LOSS_MASK):
-            for sample in samples:
-                for rows in self._parts(key, sample, specs[key].row_bytes):
-                    writer.append(key, rows.to(specs[key].dtype))
+            for _, rows in self._read(key, samples, specs[key].row_bytes, partial(_to_dtype, specs[key].dtype)):
+                writer.append(key, rows)
         self._append_offsets(writer, samples)
 
     def _fill_features(self, writer: ShardWriter, specs: dict[str, TensorSpec], samples: Sequence[int]) -> None:
         scales: dict[str, list[torch.Tensor]] = {HIDDEN: [], LAST_HIDDEN: []}
         quantises = self._form.dtype == FP8 != self._source.dtype
         for key, kept in scales.items():
-            for sample in samples:
-                for rows in self._parts(key, sample, specs[key].row_bytes):
-                    if quantises:
-                        numbers, part = self._quantise(key, rows, sample)
-                        kept.append(part)
-                    else:
-                        numbers = self._cast(key, rows, sample)
+            if quantises:
+                for _, (numbers, part) in self._read(key, samples, specs[key].row_bytes, self._quantise):
+                    kept.append(part)
                     writer.append(key, numbers)
+            else:
+                for _, rows in self._read(key, samples, specs[key].row_bytes, self._cast):
+                    writer.append(key, rows)
         for key, kept in scales.items() if self._form.dtype == FP8 else ():
             name = SCALES_OF[key]
-            for part in kept if quantises else self._stored(name, samples, specs[name].row_bytes):
+            as_stored = self._read(name, samples, specs[name].row_bytes, lambda _key, rows, _sample: rows)
+            for part in kept if quantises else (rows for _, rows in as_stored):
                 writer.append(name, part)
         self._append_offsets(writer, samples)
-
-    def _stored(self, key: str, samples: Iterable[int], row_bytes: int) -> Iterator[torch.Tensor]:
-        for sample in samples:
-            yield from self._parts(key, sample, row_bytes)
 
     def _append_offsets(self, writer: ShardWriter, samples: Sequence[int]) -> None:
         lengths = [self._source.num_tokens(sample) for sample in samples]

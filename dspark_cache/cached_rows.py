@@ -5,6 +5,7 @@ Used by conversions and comparisons, which read what no trainer does: samples wi
 
 from __future__ import annotations
 
+import threading
 from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ class CachedRows:
         there = self.manifest["target_layer_ids"]
         self._columns = None if layer_ids in (None, there) else [there.index(layer) for layer in layer_ids or ()]
         self._checked: set[int] = set()
+        self._checking = threading.Lock()
         self._lengths = array("q", bytes(8 * len(self.dataset)))
         self._limit = min(seq_length or self.manifest["seq_length"], self.manifest["seq_length"])
 
@@ -155,10 +157,11 @@ class CachedRows:
         return file
 
     def _check(self, shard: int) -> None:
-        if shard not in self._checked:
-            for name in self.folder.names_of(shard):
-                self._ensure_recorded(name)
-            self._checked.add(shard)
+        with self._checking:
+            if shard not in self._checked:
+                for name in self.folder.names_of(shard):
+                    self._ensure_recorded(name)
+                self._checked.add(shard)
 
     def _ensure_recorded(self, name: str) -> None:
         """Refuse a file that is not the one recorded; a cache of another producer records none."""

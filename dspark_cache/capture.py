@@ -19,6 +19,7 @@ from dspark_cache.blocks import Block, BlockStore, PlannedBlock, block_form, cut
 from dspark_cache.errors import CaptureError, SettingsError, Terminated
 from dspark_cache.files import ensure_free_disk, put_file
 from dspark_cache.forward import Capturer, States
+from dspark_cache.memory import empty
 from dspark_cache.ragged import feature_specs
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.shard_file import ShardWriter, file_bytes
@@ -80,7 +81,7 @@ class _ToHost:
 
 
 class BlockCapturer:
-    """Computes whole blocks and hands them to a writer thread; holds a bounded number of blocks on the host."""
+    """Computes whole blocks and hands them to writer threads; holds a bounded number of blocks on the host."""
 
     def __init__(
         self,
@@ -115,6 +116,11 @@ class BlockCapturer:
         """The batch budget: rows times width."""
         budget: int = self._environment["max_tokens_per_batch"]
         return budget
+
+    @property
+    def num_writers(self) -> int:
+        """Blocks that are written at a time: a GPU may give more than one thread can hash; a CPU is busy itself."""
+        return 2 if self._capturer.device.type == "cuda" else 1
 
     def num_forwards(self, samples: Sequence[torch.Tensor]) -> int:
         """Return how many forwards a block of these samples takes."""
@@ -186,7 +192,7 @@ class BlockCapturer:
         for length in lengths:
             offsets.append(offsets[-1] + length)
         specs = block_form(self._store.identity).states(offsets[-1])
-        states = {key: torch.empty(spec.shape, dtype=spec.dtype) for key, spec in specs.items()}
+        states = {key: empty(spec.shape, spec.dtype) for key, spec in specs.items()}
         return _Buffer(hidden=states[HIDDEN], last=states[LAST_HIDDEN], offsets=offsets, dropped={})
 
     def _place(self, planned: PlannedBlock, buffer: _Buffer, batch: list[int], states: States, event: Any) -> None:
@@ -199,18 +205,15 @@ class BlockCapturer:
             stop = start + end - begin
             buffer.hidden[begin:end] = states.hidden[start:stop]
             buffer.last[begin:end] = states.last[start:stop]
-            if not bool(states.finite[start:stop].all()) or self._overflows(states, buffer, begin, end):
-                self._not_finite(planned.samples[index], buffer, begin, end)
+            is_other_dtype = not states.hidden.dtype == states.last.dtype == buffer.hidden.dtype
+            if is_other_dtype or not bool(states.finite[start:stop].all()):
+                self._ensure_finite(planned.samples[index], buffer, begin, end)
             start = stop
 
-    @staticmethod
-    def _overflows(states: States, buffer: _Buffer, begin: int, end: int) -> bool:
-        """Say whether the block's dtype is too narrow for what the target gave in a wider one."""
-        if states.hidden.dtype == states.last.dtype == buffer.hidden.dtype:
-            return False
-        return not all(bool(torch.isfinite(rows[begin:end]).all()) for rows in (buffer.hidden, buffer.last))
-
-    def _not_finite(self, key: str, buffer: _Buffer, begin: int, end: int) -> None:
+    def _ensure_finite(self, key: str, buffer: _Buffer, begin: int, end: int) -> None:
+        """Look at every number of a sample, as it will be stored."""
+        if all(bool(torch.isfinite(rows[begin:end]).all()) for rows in (buffer.hidden, buffer.last)):
+            return
         rows = States(hidden=buffer.hidden[begin:end], last=buffer.last[begin:end], finite=torch.empty(0))
         layer = self._capturer.bad_layer(rows)
         if not self._drop:
@@ -247,8 +250,8 @@ class BlockCapturer:
 
 
 @contextmanager
-def _writer_thread(max_pending: int) -> Iterator[Callable[[Callable[[], Block]], None]]:
-    """Give a function that runs writes on a thread and waits while more than `max_pending` are not done.
+def _writer_threads(count: int, max_pending: int) -> Iterator[Callable[[Callable[[], Block]], None]]:
+    """Give a function that runs writes on `count` threads and waits while more than `max_pending` are not done.
 
     On leaving, what was handed over is written to the end, of an interrupted run only what is being written; a failed
     write raises at the next call or at the end.
@@ -260,14 +263,14 @@ def _writer_thread(max_pending: int) -> Iterator[Callable[[Callable[[], Block]],
             pending.pop(0).result()
 
     def submit(write: Callable[[], Block]) -> None:
-        pending.append(thread.submit(write))
+        pending.append(threads.submit(write))
         finish(max_pending)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="block-writer") as thread:
+    with ThreadPoolExecutor(count, thread_name_prefix="block-writer") as threads:
         try:
             yield submit
         except (KeyboardInterrupt, Terminated):
-            thread.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
             raise
         finish(0)
 
@@ -409,7 +412,7 @@ def compute_blocks(
         PeerLostError: Another rank has failed.
     """
     is_writer = crew.parallelism != "tensor" or crew.group.rank == 0
-    with _writer_thread(max_pending) as submit:
+    with _writer_threads(capturer.num_writers, max_pending) as submit:
         while True:
             block, is_left = crew.take(blocks)
             if not is_left:

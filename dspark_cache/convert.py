@@ -93,7 +93,7 @@ def convert_cache(
         target: Folder of the new cache; an earlier one is replaced.
         conversion: What is to be other.
         check_disk: Refuse to begin where less disk is free than will be written.
-        num_threads: Shards verified at a time.
+        num_threads: Threads that read and convert; later shards verified at a time.
         progress: Given name, total and unit of a step, returns a context of what is told of finished units.
 
     Raises:
@@ -126,7 +126,7 @@ def convert_cache(
             ensure_room(folder, [plan], rows, weights.num_bytes, finished, what=f"{target.name}/", remedy=remedy)
         tokens = sum(rows.num_tokens(sample) for sample in samples)
         with progress("convert", tokens, "tok") as advance:
-            write_cache(folder, plan, rows, weights.put, advance, finished)
+            write_cache(folder, plan, rows, weights.put, advance, finished, num_threads=num_threads)
         rows.dataset.ensure_unchanged()
         with progress("verify", len(plan.shards), "shards") as advance:
             report = verify_cache(CacheFolder(folder), "values", num_threads=num_threads, advance=advance)

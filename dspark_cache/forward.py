@@ -7,6 +7,7 @@ any family's module names. Capture runs batches through it; recompute shares onl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +98,8 @@ class States:
     Attributes:
         hidden: [T, D].
         last: [T, H].
-        finite: bool [T], whether all numbers of a token are finite.
+        finite: bool [T], whether the sum of a token's numbers is finite. If it is, so are the numbers; if it is not,
+            they may still be, and only large. To look at every number takes thirty times as long.
     """
 
     hidden: torch.Tensor
@@ -120,6 +122,27 @@ def check_state(state: torch.Tensor | None, name: str, shape: tuple[int, int, in
     if tuple(state.shape) != shape:
         raise CaptureError(f"{name}: expected a state {list(shape)}, the target gave {list(state.shape)}")
     return state
+
+
+def _gathered(states: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Return the given rows of states [B * W, H] side by side, [T, D], each copied once."""
+    dtype = reduce(torch.promote_types, (state.dtype for state in states))
+    width = states[0].shape[1]
+    gathered = torch.empty((len(rows), len(states) * width), dtype=dtype, device=rows.device)
+    for number, state in enumerate(states):
+        into = gathered[:, number * width : (number + 1) * width]
+        torch.index_select(state.to(dtype), 0, rows, out=into)
+    return gathered
+
+
+def pad_batch(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ids int64 [B, W], each sample followed by zeros."""
+    longest = max(map(len, samples))
+    # In a batch as wide as it is high the shape would not tell which axis of a 4-D residual holds the streams.
+    ids = torch.zeros((len(samples), longest + (longest == len(samples))), dtype=torch.int64)
+    for row, sample in zip(ids, samples, strict=True):
+        row[: len(sample)] = sample
+    return ids
 
 
 class Capturer:
@@ -153,13 +176,8 @@ class Capturer:
         Raises:
             CaptureError: A state is missing or of another shape than the tokens ask for.
         """
-        lengths = [len(sample) for sample in samples]
-        # In a batch as wide as it is high the shape would not tell which axis of a 4-D residual holds the streams.
-        width = max(lengths) + (max(lengths) == len(samples))
-        ids = torch.zeros((len(samples), width), dtype=torch.int64)
-        for row, sample in zip(ids, samples, strict=True):
-            row[: len(sample)] = sample
-        real = torch.arange(width) < torch.tensor(lengths)[:, None]
+        ids = pad_batch(samples)
+        real = torch.arange(ids.shape[1]) < torch.tensor([len(sample) for sample in samples])[:, None]
         rows = self._to_device(real.flatten().nonzero().flatten())
         output = self._forward(self._to_device(ids))
         shape = (*ids.shape, self._hidden_size)
@@ -173,10 +191,10 @@ class Capturer:
             index - 1: check_state(output.hidden_states[index], f"layer {index - 1}", shape)
             for index in self._selection
         }
-        hidden = torch.cat([by_id[layer].flatten(0, 1)[rows] for layer in self._layer_ids], dim=-1)
+        hidden = _gathered([by_id[layer].flatten(0, 1) for layer in self._layer_ids], rows)
         last = last.flatten(0, 1)[rows]
-        finite = torch.isfinite(hidden).all(dim=-1) & torch.isfinite(last).all(dim=-1)
-        return States(hidden=hidden, last=last, finite=finite)
+        sums = [state.sum(dim=-1, dtype=torch.float32) for state in (hidden, last)]
+        return States(hidden=hidden, last=last, finite=torch.isfinite(sums[0]) & torch.isfinite(sums[1]))
 
     @torch.no_grad()
     def idle(self) -> None:

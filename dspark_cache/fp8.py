@@ -8,14 +8,31 @@ bf16 first, so that it is the same whether a cache was made from captured states
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from dspark_cache.schema import FP8, STORED_DTYPES
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _LARGEST = torch.finfo(STORED_DTYPES[FP8]).max
 _MIN_EXPONENT = -100
 """Smaller scales would lead to numbers that bf16 has no bits for."""
+_PART_NUMBERS = 1 << 19
+"""Numbers converted at a time: they and what becomes of them on the way stay in the processor's cache."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def largest_magnitudes_(rows: torch.Tensor) -> torch.Tensor:
+    """Clear the signs of rows [..., H] and return the largest number of each, shape [...].
+
+    That is not a number where the row holds one that is none. Without signs, floating point numbers of any dtype are in
+    the order of their bits, and torch is many times as fast with integers.
+    """
+    integers = _INTEGERS[rows.dtype.itemsize]
+    return rows.view(integers).bitwise_and_(torch.iinfo(integers).max).amax(dim=-1).view(rows.dtype)
 
 
 def quantise(rows: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,14 +43,28 @@ def quantise(rows: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.T
     Returns:
         The numbers, float8_e4m3fn [T, k * H], and the scales, float32 [T, k].
     """
-    layers = rows.to(torch.bfloat16).view(len(rows), num_layers, -1)
-    smallest, largest = layers.aminmax(dim=-1)
-    largest = torch.maximum(largest, -smallest).float()
+    numbers = torch.empty(rows.shape, dtype=STORED_DTYPES[FP8])
+    scales = torch.empty(len(rows), num_layers)
+    for part, into, scale in _parts(rows, numbers, scales):
+        layers = part.to(torch.bfloat16).view(*scale.shape, -1)
+        exponents = _exponents(largest_magnitudes_(layers.clone()).float())
+        torch.ldexp(torch.ones_like(scale), exponents, out=scale)
+        inverse = torch.ldexp(torch.ones_like(scale), -exponents).to(torch.bfloat16)
+        into.view(layers.shape).copy_(layers * inverse[..., None])
+    return numbers, scales
+
+
+def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cut tensors [T, ...] alike into parts of so many tokens that those of the first have few enough numbers."""
+    step = max(1, _PART_NUMBERS // tensors[0].shape[1])
+    for start in range(0, len(tensors[0]), step):
+        yield tuple(tensor[start : start + step] for tensor in tensors)
+
+
+def _exponents(largest: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of the smallest powers of two with which `largest` fit."""
     fraction, exponent = torch.frexp(largest / _LARGEST)
-    exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp_min(_MIN_EXPONENT)
-    one = torch.ones_like(largest)
-    numbers = layers * torch.ldexp(one, -exponent).to(torch.bfloat16)[..., None]
-    return numbers.to(STORED_DTYPES[FP8]).flatten(-2), torch.ldexp(one, exponent)
+    return torch.where(fraction == 0.5, exponent - 1, exponent).clamp_min(_MIN_EXPONENT)
 
 
 def are_scales_right(scales: torch.Tensor, states: torch.Tensor) -> bool:
@@ -47,12 +78,15 @@ def are_scales_right(scales: torch.Tensor, states: torch.Tensor) -> bool:
 
 def dequantise(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return states [T, k * H] in bf16 from what `quantise` gave."""
-    if numbers.shape[1] % 2:
-        states = numbers.to(torch.bfloat16)
-    else:
-        pairs = numbers.view(torch.int16).int().bitwise_and_(0xFFFF)
-        states = torch.index_select(_decoded_pairs(), 0, pairs.flatten()).view(torch.bfloat16)
-    return states.view(*scales.shape, -1).mul_(scales.to(torch.bfloat16)[..., None]).flatten(-2)
+    states = torch.empty(numbers.shape, dtype=torch.bfloat16)
+    for part, scale, into in _parts(numbers, scales, states):
+        if numbers.shape[1] % 2:
+            into.copy_(part)
+        else:
+            pairs = part.view(torch.uint16).to(torch.int32)
+            torch.index_select(_decoded_pairs(), 0, pairs.flatten(), out=into.view(torch.int32).view(-1))
+        into.view(*scale.shape, -1).mul_(scale.to(torch.bfloat16)[..., None])
+    return states
 
 
 @cache

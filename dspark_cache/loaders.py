@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, get_worker_info
 
+from dspark_cache.batch_reading import Samples
 from dspark_cache.errors import SettingsError
-from dspark_cache.reader import CachedDSparkDataset
+from dspark_cache.reader import READ_THREADS, CachedDSparkDataset, CachedTensorDataset
+from dspark_cache.samplers import SHUFFLE_SHARDS, CacheSampler
 from dspark_cache.schema import CACHE_KEYS, INPUT_IDS
+from dspark_cache.slabs import SlabBatch, Slabs
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 
     from torch.utils.data import Dataset
 
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
 
 PAD_TO_SEQ_LENGTH = "seq_length"
 PAD_TO_LONGEST = "longest"
+_HELD = 2
+"""Batches of a worker that training holds at a time: the last one until the next has come."""
 LENGTHS = "lengths"
 """Key of a batch's numbers of real tokens, int64 [B]."""
 
@@ -36,7 +43,8 @@ def collate_cached(features: list[Sample], keys: tuple[str, ...]) -> Sample:
         ValueError: No samples, or a sample lacks keys.
     """
     _ensure_samples(features, keys)
-    return {key: torch.stack([feature[key] for feature in features]) for key in keys}
+    batch = features.batch(keys) if isinstance(features, Samples) else None
+    return batch or {key: torch.stack([feature[key] for feature in features]) for key in keys}
 
 
 def _ensure_samples(features: list[Sample], keys: tuple[str, ...]) -> None:
@@ -69,63 +77,211 @@ class PadToLongest:
             ValueError: No samples, or a sample lacks keys.
         """
         _ensure_samples(features, CACHE_KEYS)
-        fills = dict.fromkeys(CACHE_KEYS, 0) | {INPUT_IDS: self.pad_token_id}
-        batch = {
-            key: pad_sequence([feature[key] for feature in features], batch_first=True, padding_value=fill)
-            for key, fill in fills.items()
-        }
+        batch = features.batch(CACHE_KEYS, self.pad_token_id) if isinstance(features, Samples) else None
+        if batch is None:
+            fills = dict.fromkeys(CACHE_KEYS, 0) | {INPUT_IDS: self.pad_token_id}
+            batch = {
+                key: pad_sequence([feature[key] for feature in features], batch_first=True, padding_value=fill)
+                for key, fill in fills.items()
+            }
         return {**batch, LENGTHS: torch.tensor([len(feature[INPUT_IDS]) for feature in features])}
+
+
+class CachedDataLoader(DataLoader["Sample"]):
+    """A `DataLoader` that may read ahead on a thread, and that says where an epoch stands.
+
+    `state_dict` counts the batches that were delivered, not those that workers or the thread have read ahead; it and
+    `load_state_dict` need a `CacheSampler`.
+    """
+
+    def __init__(self, dataset: Dataset[Sample], *, read_ahead: int = 0, **options: Any) -> None:
+        """Build the loader.
+
+        Args:
+            dataset: A map-style dataset.
+            read_ahead: Batches that a thread of this process reads ahead, without the shared memory that worker
+                processes need.
+            options: Those of `DataLoader`.
+
+        Raises:
+            SettingsError: `read_ahead` below 0, or together with `num_workers`.
+        """
+        if read_ahead < 0 or (read_ahead and options.get("num_workers")):
+            raise SettingsError(
+                f"read_ahead: expected at least 0, and 0 with worker processes, which read ahead themselves; found "
+                f"{read_ahead} and num_workers={options.get('num_workers', 0)}"
+            )
+        super().__init__(dataset, **options)
+        self._read_ahead = read_ahead
+        self._num_delivered = 0
+
+    def __iter__(self) -> Any:
+        """Yield batches."""
+        self._num_delivered = 0
+        for batch in self._ahead() if self._read_ahead else self._batches():
+            self._num_delivered += 1
+            yield batch
+
+    def _batches(self) -> Iterator[Sample]:
+        """Yield batches as torch does; from workers they come on slabs, if the dataset knows those."""
+        slabs = self._new_slabs()
+        if slabs is None:
+            yield from super().__iter__()
+            return
+        given = self.worker_init_fn, self.collate_fn
+        self.worker_init_fn, self.collate_fn = _UseSlabs(slabs, given[0]), _Packed(given[1], slabs)
+        try:
+            batches = super().__iter__()
+        finally:
+            self.worker_init_fn, self.collate_fn = given
+        for packed in batches:
+            batch = slabs.unpack(packed) if isinstance(packed, SlabBatch) else packed
+            yield {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
+
+    def _new_slabs(self) -> Slabs | None:
+        if not (self.num_workers and self.batch_size and isinstance(self.dataset, CachedTensorDataset)):
+            return None
+        return Slabs(self.num_workers, (self.prefetch_factor or 0) + _HELD, self.dataset.batch_bytes(self.batch_size))
+
+    def _ahead(self) -> Iterator[Sample]:
+        torch.empty(
+            (), dtype=torch.int64
+        ).random_()  # as torch's own iterators draw a seed for workers, before a sampler
+        pending: deque[Future[Sample]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="cache-read-ahead") as thread:
+            try:
+                for indices in self.batch_sampler or ():
+                    pending.append(thread.submit(self._fetch, indices))
+                    if len(pending) > self._read_ahead:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
+            finally:
+                thread.shutdown(cancel_futures=True)
+
+    def _fetch(self, indices: Sequence[int]) -> Sample:
+        read_all = getattr(self.dataset, "__getitems__", None)
+        batch: Sample = self.collate_fn(read_all(indices) if read_all else [self.dataset[index] for index in indices])
+        return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch stands, as `CacheSampler.state_dict`.
+
+        Raises:
+            SettingsError: The order is not that of a `CacheSampler`.
+        """
+        return self._resumable().state_dict(self._num_delivered * (self.batch_size or 1))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin where `state_dict` stood.
+
+        Raises:
+            SettingsError: The state is of another order or cache; or the order is not that of a `CacheSampler`.
+        """
+        self._resumable().load_state_dict(state)
+        self._num_delivered = 0
+
+    def _resumable(self) -> CacheSampler:
+        if not isinstance(self.sampler, CacheSampler):
+            raise SettingsError("this order cannot be resumed: build the loader with a seed, or distributed=True")
+        return self.sampler
+
+
+@dataclass(frozen=True, slots=True)
+class _UseSlabs:
+    """Lets a worker's dataset read into slabs."""
+
+    slabs: Slabs
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        worker: Any = get_worker_info()
+        worker.dataset.slabs = self.slabs
+        if self.then:
+            self.then(worker_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Collates in a worker, and packs what is on a slab."""
+
+    collate: Callable[[list[Sample]], Sample]
+    slabs: Slabs
+
+    def __call__(self, features: list[Sample]) -> SlabBatch | Sample:
+        return self.slabs.pack(self.collate(features))
 
 
 def build_cached_dataloader(
     dataset: Dataset[Sample],
     batch_size: int,
-    shuffle: bool,
+    shuffle: bool | str,
     collate_fn: Callable[[list[Sample]], Sample],
     num_workers: int = 0,
     distributed: bool = False,
-) -> DataLoader[Sample]:
+    *,
+    seed: int | None = None,
+    shuffle_shards: int = SHUFFLE_SHARDS,
+    read_ahead: int = 0,
+    pin_memory: bool | None = None,
+) -> CachedDataLoader:
     """Build a dataloader over a cache; the last, short batch is kept.
 
-    `shuffle` draws from torch's global generator. `distributed` gives each rank its share through a
-    `DistributedSampler` (seed 0, padded to equal length): call its `set_epoch` every epoch. Workers are spawned
-    once CUDA is initialised, since a forked one would abort there.
+    `shuffle=True` draws from torch's global generator. `distributed` gives each rank its share in the order of a
+    `DistributedSampler` (padded to equal length): call its `set_epoch` every epoch. With `distributed`, a `seed` or
+    `shuffle="shard"` the loader's sampler is a `CacheSampler`, and the loader can be resumed in mid-epoch. Workers are
+    spawned once CUDA is initialised, since a forked one would abort there.
 
     Args:
         dataset: A map-style dataset.
         batch_size: Samples a batch and rank.
-        shuffle: Whether the order is random.
+        shuffle: Whether the order is random; "shard" mixes the samples of a few shards at a time (see `shard_order`).
         collate_fn: Samples to batch.
         num_workers: Worker processes; 0 reads in this one.
         distributed: Whether torch.distributed is initialised and each rank reads its share.
+        seed: Of the order, together with the epoch; None: 0, or without `distributed` torch's global generator.
+        shuffle_shards: How many shards are mixed at a time.
+        read_ahead: Batches that a thread of this process reads ahead; 0 with worker processes.
+        pin_memory: Whether batches are page-locked; None: where CUDA is available.
+
+    Raises:
+        SettingsError: Another `shuffle`, or numbers out of range.
     """
-    sampler: DistributedSampler[Sample] | None = None
-    if distributed:
-        sampler = DistributedSampler(dataset, shuffle=shuffle, seed=0, drop_last=False)
+    sampler = None
+    if distributed or seed is not None or isinstance(shuffle, str):
+        world = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if distributed else (1, 0)
+        options: dict[str, Any] = {"shuffle": shuffle, "seed": seed or 0, "shuffle_shards": shuffle_shards}
+        sampler = CacheSampler(cast("Sized", dataset), num_replicas=world[0], rank=world[1], **options)
     cuda_is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return DataLoader(
+    return CachedDataLoader(
         dataset,
         batch_size=batch_size,
         shuffle=shuffle if sampler is None else None,
         sampler=sampler,
         num_workers=num_workers,
         collate_fn=collate_fn,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         drop_last=False,
         multiprocessing_context="forkserver" if num_workers and cuda_is_up else None,
+        read_ahead=read_ahead,
     )
 
 
 def build_cached_dspark_dataloader(
     cache_dir: PathLike,
     batch_size: int,
-    shuffle: bool,
+    shuffle: bool | str,
     num_workers: int = 0,
     distributed: bool = False,
     *,
     expect: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     pad_to: str = PAD_TO_SEQ_LENGTH,
-) -> DataLoader[Sample]:
+    seed: int | None = None,
+    shuffle_shards: int = SHUFFLE_SHARDS,
+    read_ahead: int = 0,
+    read_threads: int = READ_THREADS,
+    pin_memory: bool | None = None,
+) -> CachedDataLoader:
     """Build a dataloader over a DSpark cache; batches are dicts of `CACHE_KEYS`, each [B, S, ...].
 
     With `pad_to="longest"` a batch is as long as its longest sample, and has `lengths` int64 [B] as well.
@@ -133,21 +289,40 @@ def build_cached_dspark_dataloader(
     Args:
         cache_dir: Folder of the cache.
         batch_size: Samples a batch and rank.
-        shuffle: Whether the order is random.
+        shuffle: Whether the order is random; "shard" mixes the samples of a few shards at a time.
         num_workers: Worker processes; 0 reads in this one.
         distributed: Whether each rank reads its share.
         expect: See `CachedDSparkDataset`.
         pad_to: "seq_length" or, of a ragged cache, "longest".
+        seed: See `build_cached_dataloader`, as for what follows.
+        shuffle_shards: How many shards are mixed at a time.
+        read_ahead: Batches that a thread of this process reads ahead.
+        read_threads: Threads of each process that read at a time.
+        pin_memory: Whether batches are page-locked; without workers files are read straight into such memory.
 
     Raises:
         CacheNotFoundError: No manifest or no such folder.
         CacheFormatError: The cache is not as its manifest or `expect` says.
-        SettingsError: Another `pad_to`, or "longest" of a padded cache.
+        SettingsError: Another `pad_to` or `shuffle`, numbers out of range, or "longest" of a padded cache.
     """
     if pad_to not in (PAD_TO_SEQ_LENGTH, PAD_TO_LONGEST):
         raise SettingsError(f"pad_to: expected {PAD_TO_SEQ_LENGTH!r} or {PAD_TO_LONGEST!r}, found {pad_to!r}")
-    dataset = CachedDSparkDataset(cache_dir, expect=expect, padded=pad_to == PAD_TO_SEQ_LENGTH)
+    pins = torch.cuda.is_available() if pin_memory is None else pin_memory
+    dataset = CachedDSparkDataset(
+        cache_dir, expect=expect, padded=pad_to == PAD_TO_SEQ_LENGTH, read_threads=read_threads, pin_memory=pins
+    )
     collate: Callable[[list[Sample]], Sample] = collate_dspark
     if pad_to == PAD_TO_LONGEST:
         collate = PadToLongest(pad_token_id=dataset.manifest["pad_token_id"])
-    return build_cached_dataloader(dataset, batch_size, shuffle, collate, num_workers, distributed)
+    return build_cached_dataloader(
+        dataset,
+        batch_size,
+        shuffle,
+        collate,
+        num_workers,
+        distributed,
+        seed=seed,
+        shuffle_shards=shuffle_shards,
+        read_ahead=read_ahead,
+        pin_memory=pins,
+    )

@@ -44,7 +44,11 @@ def _content(path: Path) -> bytes:
 
 
 class Pin:
-    """What was there when a dataset was opened."""
+    """What was there when a dataset was opened.
+
+    Attributes:
+        digest: The cache's `folder_digest`.
+    """
 
     def __init__(self, cache_dir: Path, digest: str, states: array[int]) -> None:
         """Hold on to a cache.
@@ -55,7 +59,7 @@ class Pin:
             states: `ShardFile.state` of every file of every shard, one after the other.
         """
         self._cache_dir = cache_dir
-        self._digest = digest
+        self.digest = digest
         self._states = states
 
     def ensure_same_folder(self) -> None:
@@ -64,7 +68,7 @@ class Pin:
         Raises:
             CacheFormatError: They are others.
         """
-        if folder_digest(self._cache_dir) != self._digest:
+        if folder_digest(self._cache_dir) != self.digest:
             raise CacheFormatError(
                 f"{self._cache_dir} was replaced while it was in use: {MANIFEST_NAME} or {PROVENANCE_NAME} is another; "
                 "open the cache again"

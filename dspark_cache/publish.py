@@ -7,6 +7,7 @@ samples are exactly those of a ragged shard becomes that shard by a second name,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore
@@ -75,7 +76,7 @@ class PlacedSample:
 
 
 class BlockRows:
-    """Rows of samples, named by their index in `tokens/`, from tokens and blocks; one block file is open at a time."""
+    """Rows of samples, named by their index in `tokens/`, from tokens and blocks; one block stays open."""
 
     def __init__(self, captured: Captured, samples: Sequence[PlacedSample]) -> None:
         """Read `samples`, and no others."""
@@ -106,9 +107,11 @@ class BlockRows:
         return SharedFile(path=self._store.path(block.name), num_bytes=block.num_bytes, sha256=block.sha256)
 
     def _block(self, block: Block) -> ShardFile:
-        if self._open is None or self._open[0] != block.name:
-            self._open = (block.name, self._store.open(block))
-        return self._open[1]
+        """Return an open block; threads that ask for several may each have another one open."""
+        opened = self._open
+        if opened is None or opened[0] != block.name:
+            opened = self._open = (block.name, self._store.open(block))
+        return opened[1]
 
 
 def ensure_blocks(ledger: Ledger, store: BlockStore, *, check_digest: bool) -> None:
@@ -171,7 +174,8 @@ def publish_cache(captured: Captured, settings: Settings, path: Path, make_progr
                 if settings.runtime.check_disk:
                     remedy = "use cache.layout: ragged, or set runtime.check_disk: false"
                     ensure_room(folder, plans.values(), source, weights.num_bytes, what=f"{path.name}/", remedy=remedy)
-                published = write_cache(folder, plans[TRAIN], source, weights.put, progress.advance)
+                write = partial(write_cache, advance=progress.advance, num_threads=max(1, settings.runtime.num_workers))
+                published = write(folder, plans[TRAIN], source, weights.put)
 
             def share_weights(to: Path) -> str:
                 is_linked = link_file(path / TARGET_WEIGHTS_NAME, to)
@@ -179,7 +183,7 @@ def publish_cache(captured: Captured, settings: Settings, path: Path, make_progr
 
             with put_folder(eval_folder(path)) as folder:
                 if EVAL in plans:
-                    write_cache(folder, plans[EVAL], source, share_weights, progress.advance)
+                    write(folder, plans[EVAL], source, share_weights)
 
 
 def _weights(captured: Captured, settings: CacheSettings) -> TargetWeightsCopy:

@@ -6,8 +6,10 @@ large file as it is. Both have the same `sample_offsets`.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,20 +24,23 @@ from dspark_cache.schema import (
     LAST_HIDDEN,
     LAST_HIDDEN_SCALES,
     LOSS_MASK,
-    READ_DTYPES,
     SAMPLE_OFFSETS,
     SCALES_OF,
     STORED_DTYPES,
     TensorSpec,
 )
-from dspark_cache.shard_file import open_cache_file
+from dspark_cache.shard_file import Header, file_bytes, open_cache_file
 from dspark_cache.shards import shard_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dspark_cache.manifest import PathLike
     from dspark_cache.shard_file import ShardFile
+
+
+_DECODE_BYTES = 1 << 18
+"""8-bit numbers decoded at a time: they and what becomes of them stay in a core's cache."""
 
 
 def samples_name(shard_index: int) -> str:
@@ -125,6 +130,17 @@ class RaggedShape:
             form=StatesForm.of(manifest), seq_length=manifest["seq_length"], pad_token_id=manifest["pad_token_id"]
         )
 
+    def likely_header(self, num_samples: int) -> Callable[[int], Header]:
+        """Return what gives, for a file of n samples' states, the header by its size, from which its tokens follow."""
+        rest, token_bytes = _bytes_beside_tokens(self.form, num_samples)
+        return lambda size: Header.of(feature_specs((size - rest) // token_bytes, num_samples, self.form))
+
+
+@lru_cache
+def _bytes_beside_tokens(form: StatesForm, num_samples: int) -> tuple[int, int]:
+    """Return about the bytes of a file of n samples' states without any token, and those of a token."""
+    return file_bytes(feature_specs(0, num_samples, form)), form.token_bytes
+
 
 class RaggedShard:
     """Both open files of one shard; gives samples padded, as a padded cache would, or as they are."""
@@ -137,61 +153,52 @@ class RaggedShard:
             CacheFormatError: A file is not as the manifest says; it is named.
         """
         self._shape = shape
-        self._states = open_cache_file(Path(cache_dir) / shard_name(shard_index))
-        self._tokens = open_cache_file(Path(cache_dir) / samples_name(shard_index))
+        self._states = open_cache_file(f"{cache_dir}/{shard_name(shard_index)}", shape.likely_header(num_samples))
         self._states.require((LAST_HIDDEN,))
         tokens = (self._states.places[LAST_HIDDEN].spec.shape or (0,))[0]
-        self._states.expect(feature_specs(tokens, num_samples, shape.form), exactly=True)
-        self._tokens.expect(samples_specs(tokens, num_samples), exactly=True)
-        offsets = self._states.read_rows(SAMPLE_OFFSETS, 0, num_samples + 1)
-        if not torch.equal(offsets, self._tokens.read_rows(SAMPLE_OFFSETS, 0, num_samples + 1)):
+        if not self._states.is_likely:
+            self._states.expect(feature_specs(tokens, num_samples, shape.form), exactly=True)
+        specs = samples_specs(tokens, num_samples)
+        self._tokens = open_cache_file(f"{cache_dir}/{samples_name(shard_index)}", lambda _: Header.of(specs))
+        if not self._tokens.is_likely:
+            self._tokens.expect(specs, exactly=True)
+        offsets, others = (file.read_bytes(SAMPLE_OFFSETS) for file in self.files)
+        if offsets != others:
             raise CacheFormatError(f"{self._tokens.name}: its sample_offsets are not those of {self._states.name}")
-        lengths = offsets.diff()
-        fits = bool(((lengths > 0) & (lengths <= shape.seq_length)).all())
-        if int(offsets[0]) != 0 or int(offsets[-1]) != tokens or not fits:
+        self._offsets = array("q", bytes(offsets))
+        lengths = self.lengths()
+        fits = min(lengths, default=1) > 0 and max(lengths, default=1) <= shape.seq_length
+        if self._offsets[0] != 0 or self._offsets[-1] != tokens or not fits:
             raise CacheFormatError(
                 f"{self._states.name}: sample_offsets do not cut {tokens} tokens into samples of 1 to "
                 f"{shape.seq_length} tokens"
             )
-        self._offsets = offsets
 
     @property
     def files(self) -> tuple[ShardFile, ShardFile]:
         """The file of states and the file of ids and masks."""
         return self._states, self._tokens
 
-    def length(self, row: int) -> int:
-        """Return the tokens of a sample."""
-        return int(self._offsets[row + 1] - self._offsets[row])
+    def lengths(self) -> list[int]:
+        """Return the tokens of each sample."""
+        return [stop - start for start, stop in pairwise(self._offsets)]
 
     def rows(self, key: str, row: int, start: int, stop: int) -> torch.Tensor:
         """Return tokens start (included) to stop (excluded) of a sample as they are stored."""
-        first = int(self._offsets[row])
+        first = self._offsets[row]
         file = self._tokens if key in (INPUT_IDS, LOSS_MASK) else self._states
         return file.read_rows(key, first + start, first + stop)
 
-    def read(self, row: int, *, padded: bool) -> dict[str, torch.Tensor]:
-        """Return one sample in memory of its own, with S positions or as many as it has tokens."""
-        start, stop = self._offsets[row : row + 2].tolist()
-        positions = self._shape.seq_length if padded else stop - start
-        sample = {}
-        for key in (INPUT_IDS, LOSS_MASK):
-            fill = self._shape.pad_token_id if key == INPUT_IDS else 0
-            sample[key] = torch.full((positions,), fill, dtype=torch.int64)
-            sample[key][: stop - start] = self._tokens.read_rows(key, start, stop)
-        for key in (HIDDEN, LAST_HIDDEN):
-            width = self._states.places[key].spec.shape[1]
-            sample[key] = torch.empty(positions, width, dtype=READ_DTYPES[self._shape.form.dtype])
-            self._read_states(key, start, sample[key][: stop - start])
-            sample[key][stop - start :] = 0
-        return sample
-
-    def _read_states(self, key: str, start: int, into: torch.Tensor) -> None:
-        """Fill rows [T, ...] from token `start` of the shard on."""
-        if self._shape.form.dtype != FP8:
-            self._states.read_into(key, start, into)
-            return
-        stop = start + len(into)
-        into.copy_(
-            dequantise(self._states.read_rows(key, start, stop), self._states.read_rows(SCALES_OF[key], start, stop))
-        )
+    def read_positions(self, key: str, row: int, start: int, into: torch.Tensor) -> None:
+        """Fill `into` from token `start` of a sample on, with what a reader gets: int64 ids, states not in 8 bits."""
+        first = self._offsets[row] + start
+        if key in (INPUT_IDS, LOSS_MASK):
+            into.copy_(self._tokens.read_rows(key, first, first + len(into)))
+        elif self._shape.form.dtype != FP8:
+            self._states.read_into(key, first, into)
+        else:
+            step = max(1, _DECODE_BYTES // self._states.places[key].spec.row_bytes)
+            for begin in range(0, len(into), step):
+                part = into[begin : begin + step]
+                rows = (first + begin, first + begin + len(part))
+                part.copy_(dequantise(*(self._states.read_rows(name, *rows) for name in (key, SCALES_OF[key]))))

@@ -1,8 +1,8 @@
 """Reading a published cache: lazy, random access, refused at open if anything is not as its manifest says.
 
-Opening reads the manifest, the folder's names and the header of each shard, never a sample. Each item is read by
-position into memory of its own, in one copy. Few files are open at a time; none crosses into another process by
-pickling, and positional reads make inherited ones safe after a fork.
+Opening reads the manifest, the folder's names and the header of each shard, never a sample. Samples are read by
+position, in one copy: those of a batch into one tensor a key. Few files are open at a time; none crosses into another
+process by pickling, and positional reads make inherited ones safe after a fork.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset
 
+from dspark_cache.batch_reading import Piece, ReadThreads, Samples, cut_pieces
 from dspark_cache.errors import CacheFormatError, SettingsError
 from dspark_cache.identity import ensure_expected
 from dspark_cache.manifest import (
@@ -30,6 +31,7 @@ from dspark_cache.manifest import (
     read_offline_manifest,
     require_fields,
 )
+from dspark_cache.memory import BatchMemory, empty
 from dspark_cache.pins import Pin, folder_digest
 from dspark_cache.ragged import RaggedShape, RaggedShard
 from dspark_cache.schema import (
@@ -43,16 +45,20 @@ from dspark_cache.schema import (
     READ_DTYPES,
     TensorSpec,
 )
-from dspark_cache.shard_file import open_cache_file, physical_memory
+from dspark_cache.shard_file import Header, open_cache_file, physical_memory
 from dspark_cache.shards import shard_path, shard_rows, validate_contiguous_shards
+from dspark_cache.slabs import slab_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dspark_cache.shard_file import ShardFile
+    from dspark_cache.slabs import Slabs
 
 MAX_OPEN_FILES = 16
 """Default bound: under a strict `ulimit -n` of 64 torch takes some 24 in a worker, for what it shares."""
+READ_THREADS = 4
+"""Default: more keep a network busier."""
 
 
 class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
@@ -61,10 +67,14 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
     Items are dicts of `disk_keys`, each the sample's tensor without the shard's first dimension. Negative indices
     count from the end. Instances pickle and work in forked and spawned workers, also after items were read.
 
+    `__getitems__`, by which a `DataLoader` asks for a whole batch, reads samples straight into the batch: in a worker
+    process into shared memory, with `pin_memory` into page-locked memory.
+
     Attributes:
         manifest: The checked manifest.
         num_samples: Samples in the cache.
         shard_size: Samples of every shard but the last; of a ragged cache, of its largest shard.
+        slabs: In a worker process, where batches go.
     """
 
     def __init__(
@@ -75,6 +85,8 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         disk_keys: tuple[str, ...],
         *,
         max_open_files: int = MAX_OPEN_FILES,
+        read_threads: int = READ_THREADS,
+        pin_memory: bool = False,
     ) -> None:
         """Open the cache and check its manifest, names, sizes and headers.
 
@@ -84,14 +96,22 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             format_version: Version of the manifest that is read.
             disk_keys: Keys that every shard has.
             max_open_files: Most shard files kept open.
+            read_threads: Threads of each process that read at a time.
+            pin_memory: Read into page-locked memory, outside of worker processes; needs CUDA.
 
         Raises:
             CacheNotFoundError: No manifest or no such folder.
             CacheFormatError: Anything is not as the manifest says; the file is named.
-            ValueError: `max_open_files` below 1.
+            SettingsError: `pin_memory` without CUDA.
+            ValueError: `max_open_files` or `read_threads` below 1.
         """
         if max_open_files < 1:
             raise ValueError(f"max_open_files must be at least 1, found {max_open_files}")
+        if pin_memory and not torch.cuda.is_available():
+            raise SettingsError("pin_memory: page-locked memory needs CUDA, which is not available here")
+        self._threads = ReadThreads(read_threads)
+        self._memory = BatchMemory(pinned=pin_memory)
+        self.slabs: Slabs | None = None
         self.cache_dir = str(cache_dir)
         self.disk_keys = tuple(disk_keys)
         pin = folder_digest(Path(cache_dir))
@@ -120,11 +140,55 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             CacheFormatError: The shard is no longer what it was when the cache was opened.
             CacheNotFoundError: The shard is gone.
         """
+        return self._read([self._position(index)], None)[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Samples:
+        """Read samples; their tensors share the memory of one batch. Errors as for a single one."""
+        return self._read([self._position(index) for index in indices], self.slabs)
+
+    def _read(self, positions: Sequence[int], slabs: Slabs | None) -> Samples:
+        specs = self._batch_specs(len(positions), self._width(positions))
+        tensors = slabs.tensors(specs) if slabs else None
+        batch, zeros = (tensors, set()) if tensors else self._memory.tensors(specs)
+        samples = self._samples(batch, positions, zeros)
+        step = max(1, self._max_open_files // self._files_per_shard)
+        for start in range(0, len(positions), step):
+            pieces: list[Piece] = []
+            for position, sample in zip(positions[start : start + step], samples[start : start + step], strict=True):
+                shard, row = self._locate(position)
+                file, length = self._handle(shard), self.stored_length(position)
+                for key, tensor in sample.items():
+                    pieces += cut_pieces(file, key, row, tensor if length is None else tensor[:length])
+            self._threads.read(pieces)
+        return samples
+
+    def _position(self, index: int) -> int:
         position = operator.index(index)
         if not -self.num_samples <= position < self.num_samples:
             raise IndexError(f"sample {position} of a cache of {self.num_samples}")
-        shard, row = self._locate(position % self.num_samples)
-        return self._read(self._handle(shard), row)
+        return position % self.num_samples
+
+    def batch_bytes(self, batch_size: int) -> int:
+        """Return the bytes of the largest batch of so many samples."""
+        return slab_bytes(self._batch_specs(batch_size, self._width(range(self.num_samples))))
+
+    def _batch_specs(self, batch_size: int, width: int | None) -> dict[str, TensorSpec]:
+        """Return the tensors of a batch; `width` takes the place of the samples' first extent, unless it is None."""
+        return {
+            key: (spec if width is None else spec.resized(width)).stacked(batch_size)
+            for key, spec in self._sample_specs.items()
+        }
+
+    def _width(self, positions: Sequence[int]) -> int | None:  # noqa: ARG002
+        """Return the positions of a batch of these samples, None if those are of any samples the same."""
+        return None
+
+    def _samples(self, batch: dict[str, torch.Tensor], positions: Sequence[int], zeros: set[str]) -> Samples:  # noqa: ARG002
+        """Cut a batch that is to be filled into samples; what no file fills is filled here, unless it is zero."""
+        return Samples([{key: batch[key][row] for key in self.disk_keys} for row in range(len(positions))], batch)
+
+    def stored_length(self, index: int) -> int | None:
+        """Return the stored positions of sample `index` (0..len-1); None: the whole of its tensors."""
 
     def ensure_unchanged(self) -> None:
         """Refuse a cache that was replaced since it was opened.
@@ -133,6 +197,16 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             CacheFormatError: Manifest or provenance are others.
         """
         self._pin.ensure_same_folder()
+
+    @property
+    def digest(self) -> str:
+        """sha256 of manifest and provenance, which between them name every byte of a cache of ours."""
+        return self._pin.digest
+
+    @property
+    def shard_samples(self) -> list[int]:
+        """Number of samples of each shard."""
+        return [len(self.samples_of(shard)) for shard in self._shard_indices]
 
     def shard_of(self, index: int) -> int:
         """Return the shard that holds sample `index` (0..len-1)."""
@@ -146,17 +220,14 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         """Return shard and row of a sample."""
         return divmod(position, self.shard_size)
 
-    def _read(self, file: Any, row: int) -> dict[str, torch.Tensor]:
-        """Read one sample of an open shard."""
-        return {key: file.read_rows(key, row, row + 1)[0] for key in self.disk_keys}
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave open files and the lock behind: the other process opens its own."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_open_handles", "_lock")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_open_handles", "_lock", "slabs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without open files."""
         self.__dict__.update(state)
+        self.slabs = None
         self._open_handles = OrderedDict()
         self._renew_lock()
 
@@ -193,10 +264,14 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _open(self, shard_index: int) -> Any:
         """Open a shard and compare its header with what every shard of this cache must have."""
-        file = open_cache_file(Path(shard_path(self.cache_dir, shard_index)))
         rows = shard_rows(self.num_samples, self.shard_size, shard_index)
-        specs = {key: spec.stacked(rows) for key, spec in self._sample_specs.items()}
-        file.expect(specs, exactly=False)
+        header = self._headers.get(rows)
+        if header is None:
+            header = Header.of({key: spec.stacked(rows) for key, spec in self._sample_specs.items()})
+            self._headers[rows] = header
+        file = open_cache_file(Path(shard_path(self.cache_dir, shard_index)), lambda _: header)
+        if not file.is_likely:
+            file.expect({key: place.spec for key, place in header.places.items()}, exactly=False)
         return file
 
     def _files_of(self, file: Any) -> tuple[ShardFile, ...]:
@@ -205,15 +280,21 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _check_headers(self) -> array[int]:
         """Open each shard once; return the states of their files. The first says what a sample is, if nobody else."""
+        self._headers: dict[int, Header] = {}
         self._sample_specs = self._specs_of_manifest()
         if not self._sample_specs and self._shard_indices:
             self._sample_specs = self._specs_of_first_shard()
         ensure_sample_fits(self._sample_specs, self.cache_dir)
         states = array("Q")
         for shard_index in self._shard_indices:
-            for file in self._files_of(self._open(shard_index)):
+            shard = self._open(shard_index)
+            self._note_lengths(shard)
+            for file in self._files_of(shard):
                 states.extend(file.state)
         return states
+
+    def _note_lengths(self, shard: Any) -> None:
+        """Take the lengths of a shard's samples, where they are not all the same."""
 
     def _specs_of_manifest(self) -> dict[str, TensorSpec]:
         """Return dtype and shape of one sample's tensors as far as the manifest fixes them all, or nothing."""
@@ -248,6 +329,8 @@ class CachedDSparkDataset(CachedTensorDataset):
         expect: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         max_open_files: int = MAX_OPEN_FILES,
         padded: bool = True,
+        read_threads: int = READ_THREADS,
+        pin_memory: bool = False,
     ) -> None:
         """Open the cache and check its manifest, names, sizes and headers.
 
@@ -257,6 +340,8 @@ class CachedDSparkDataset(CachedTensorDataset):
                 values are compared.
             max_open_files: Most shard files kept open.
             padded: Fill samples up to S positions; False needs the ragged layout.
+            read_threads: Threads of each process that read at a time.
+            pin_memory: Read into page-locked memory, outside of worker processes; needs CUDA.
 
         Raises:
             CacheNotFoundError: No manifest or no such folder.
@@ -265,7 +350,16 @@ class CachedDSparkDataset(CachedTensorDataset):
         """
         self._expect = expect
         self._padded = padded
-        super().__init__(cache_dir, DSPARK_NAME, DSPARK_FORMAT_VERSION, CACHE_KEYS, max_open_files=max_open_files)
+        self._lengths = array("i")
+        super().__init__(
+            cache_dir,
+            DSPARK_NAME,
+            DSPARK_FORMAT_VERSION,
+            CACHE_KEYS,
+            max_open_files=max_open_files,
+            read_threads=read_threads,
+            pin_memory=pin_memory,
+        )
         if not padded and not is_ragged(self.manifest):
             raise SettingsError(
                 f"{self.cache_dir} is padded: it does not say how long its samples are; dspark-cache convert "
@@ -315,16 +409,32 @@ class CachedDSparkDataset(CachedTensorDataset):
         shape = RaggedShape.of(self.manifest)
         return RaggedShard(self.cache_dir, shard_index, self.manifest["shard_samples"][shard_index], shape)
 
-    def _read(self, file: Any, row: int) -> dict[str, torch.Tensor]:
-        if isinstance(file, RaggedShard):
-            return file.read(row, padded=self._padded)
-        return super()._read(file, row)
+    def _note_lengths(self, shard: Any) -> None:
+        if isinstance(shard, RaggedShard):
+            self._lengths.extend(shard.lengths())
+
+    def _width(self, positions: Sequence[int]) -> int | None:
+        if self._padded:
+            return None
+        whole = len(positions) == self.num_samples
+        return max(self._lengths if whole else map(self._lengths.__getitem__, positions), default=0)
+
+    def _samples(self, batch: dict[str, torch.Tensor], positions: Sequence[int], zeros: set[str]) -> Samples:
+        if not is_ragged(self.manifest):
+            return super()._samples(batch, positions, zeros)
+        lengths, pad = [self._lengths[position] for position in positions], self.manifest["pad_token_id"]
+        fills = dict.fromkeys(CACHE_KEYS, 0) | {INPUT_IDS: pad}
+        for key, fill in fills.items():
+            if fill or key not in zeros:
+                for row, length in zip(batch[key], lengths, strict=True):
+                    row[length:] = fill
+        ends = [None if self._padded else length for length in lengths]
+        samples = [{key: batch[key][row, :end] for key in CACHE_KEYS} for row, end in enumerate(ends)]
+        return Samples(samples, batch, None if self._padded else pad)
 
     def stored_length(self, index: int) -> int:
-        """Return the stored positions of a sample: its tokens, or S in a padded cache."""
-        shard, row = self._locate(index)
-        file = self._handle(shard)
-        length: int = file.length(row) if isinstance(file, RaggedShard) else self.manifest["seq_length"]
+        """Return the stored positions of sample `index` (0..len-1): its tokens, or S in a padded cache."""
+        length: int = self._lengths[index] if is_ragged(self.manifest) else self._sample_specs[INPUT_IDS].shape[0]
         return length
 
     def stored_rows(self, key: str, index: int, start: int, stop: int) -> torch.Tensor:
@@ -333,7 +443,9 @@ class CachedDSparkDataset(CachedTensorDataset):
         file = self._handle(shard)
         if isinstance(file, RaggedShard):
             return file.rows(key, row, start, stop)
-        rows: torch.Tensor = file.read_positions(key, row, start, stop)
+        spec = self._sample_specs[key]
+        rows = empty((stop - start, *spec.shape[1:]), spec.dtype)
+        file.read_positions(key, row, start, rows)
         return rows
 
 

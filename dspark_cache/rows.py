@@ -36,16 +36,32 @@ _DATA_SUFFIXES: Final = (*_JSON_LINES, ".json")
 
 
 class Rows(Protocol):
-    """Rows of one input, read one at a time."""
+    """Rows of one input, fetched one at a time."""
 
     def __len__(self) -> int:
         """Count the rows."""
 
-    def read(self, index: int) -> object:
-        """Return row `index` as plain Python values; `RowError` if it is no JSON."""
+    def fetch(self, index: int) -> object:
+        """Return row `index` as it lies there, for `parsed_row`: the bytes of a line, or plain Python values."""
 
     def where(self, index: int) -> str:
         """Name row `index` for a message: file, and line or position."""
+
+
+def parsed_row(fetched: object) -> object:
+    """Return what `Rows.fetch` gave as plain Python values.
+
+    Raises:
+        RowError: The bytes of a line that is no JSON.
+    """
+    if not isinstance(fetched, bytes):
+        return fetched
+    try:
+        return json.loads(fetched.decode("utf-8").strip())
+    except UnicodeDecodeError as error:
+        raise RowError("bad_encoding", f"expected UTF-8, found {_bad_byte(error)} of the line") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError("bad_json", f"expected one JSON value, found: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +147,9 @@ class _Concatenated:
         part = bisect_right(self._starts, index) - 1
         return self._parts[part], index - self._starts[part]
 
-    def read(self, index: int) -> object:
+    def fetch(self, index: int) -> object:
         rows, position = self._find(index)
-        return rows.read(position)
+        return rows.fetch(position)
 
     def where(self, index: int) -> str:
         rows, position = self._find(index)
@@ -164,16 +180,10 @@ class _JsonLines:
         with self._path.open("rb") as file:
             yield file
 
-    def read(self, index: int) -> object:
+    def fetch(self, index: int) -> bytes:
         with self._open() as file:
             file.seek(self._offsets[index])
-            line = file.readline()
-        try:
-            return json.loads(line.decode("utf-8").strip())
-        except UnicodeDecodeError as error:
-            raise RowError("bad_encoding", f"expected UTF-8, found {_bad_byte(error)} of the line") from error
-        except (ValueError, RecursionError) as error:
-            raise RowError("bad_json", f"expected one JSON value, found: {error}") from error
+            return file.readline()
 
     def where(self, index: int) -> str:
         return f"{self._path}:{self._numbers[index]}"
@@ -228,7 +238,7 @@ class _JsonValue:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, index: int) -> object:
+    def fetch(self, index: int) -> object:
         return self._rows[index]
 
     def where(self, index: int) -> str:
@@ -245,7 +255,7 @@ class _ArrowRows:
     def __len__(self) -> int:
         return len(self._data)
 
-    def read(self, index: int) -> object:
+    def fetch(self, index: int) -> object:
         return _without_nulls(self._data[index])
 
     def where(self, index: int) -> str:

@@ -113,6 +113,10 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def resized(self, extent: int) -> TensorSpec:
+        """Return the spec with another first extent."""
+        return TensorSpec(dtype=self.dtype, shape=(extent, *self.shape[1:]))
+
     def stacked(self, rows: int) -> TensorSpec:
         """Return the spec of `rows` such tensors, one after the other along a new first dimension."""
         return TensorSpec(dtype=self.dtype, shape=(rows, *self.shape))

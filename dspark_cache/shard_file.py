@@ -16,20 +16,23 @@ import json
 import math
 import os
 import stat
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import byte_view, write_exactly
+from dspark_cache.memory import empty
 from dspark_cache.schema import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, TensorSpec
 from dspark_cache.strict_json import ensure_no_foreign_link, is_int, parse_json_object, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
     from types import TracebackType
+
+    import torch
 
 MAX_HEADER_BYTES = 100_000_000
 """As safetensors' own limit."""
@@ -37,6 +40,8 @@ MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 8
 _ZEROS = bytes(1 << 20)
 _HASH_BYTES = 1 << 22
+_HASHED_HERE_BYTES = 1 << 17
+"""Less than this is hashed sooner than it is handed to a thread."""
 _READ_BYTES = 1 << 30
 """A read of Linux gives at most 2 GiB at a time."""
 
@@ -51,31 +56,60 @@ class TensorPlace:
 
 def encode_header(specs: Mapping[str, TensorSpec]) -> bytes:
     """Return the length and header bytes of a file that holds `specs` in this order."""
-    entries: dict[str, Any] = {}
-    offset = 0
-    for key, spec in specs.items():
-        end = offset + spec.num_bytes
-        entries[key] = {
-            "dtype": SAFETENSORS_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
+    return Header.of(specs).text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a file that holds certain tensors begins with.
+
+    Attributes:
+        text: Length and header bytes.
+        places: Key to where its tensor lies.
+        num_bytes: Size of the whole file.
+    """
+
+    text: bytes
+    places: dict[str, TensorPlace]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, specs: Mapping[str, TensorSpec]) -> Header:
+        """Return the header that this project, and `save_file` without metadata, write for `specs` in this order."""
+        entries, ends = [], [0]
+        for key, spec in specs.items():
+            ends.append(ends[-1] + spec.num_bytes)
+            shape = ",".join(map(str, spec.shape))
+            entries.append(
+                f'{_quoted(key)}:{{"dtype":"{SAFETENSORS_NAMES[spec.dtype]}","shape":[{shape}],'
+                f'"data_offsets":[{ends[-2]},{ends[-1]}]}}'
+            )
+        text = f"{{{','.join(entries)}}}".encode()
+        text += b" " * (-len(text) % 8)
+        text = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        places = {
+            key: TensorPlace(spec=spec, offset=len(text) + start)
+            for (key, spec), start in zip(specs.items(), ends[:-1], strict=True)
         }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return cls(text=text, places=places, num_bytes=len(text) + ends[-1])
+
+
+@cache
+def _quoted(key: str) -> str:
+    return json.dumps(key, ensure_ascii=False)
 
 
 def file_bytes(specs: Mapping[str, TensorSpec]) -> int:
     """Return the size of a file that holds `specs`."""
-    return len(encode_header(specs)) + sum(spec.num_bytes for spec in specs.values())
+    return Header.of(specs).num_bytes
 
 
 class ShardWriter:
-    """Write one safetensors file key by key, hashing each byte once from memory.
+    """Write one safetensors file key by key, hashing each byte once from memory, on a thread while it is written.
 
     Rows are appended in the order of the file: all rows of the first key, then the second, and so on. `finish`
-    checks that every row came. Zeros appended by `append_zeros` are hashed but not written: they stay holes.
+    checks that every row came. Zeros appended by `append_zeros` are hashed but not written: they stay holes. What was
+    appended may be changed once `append` has returned.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
@@ -86,6 +120,8 @@ class ShardWriter:
         self._key_index = 0
         self._key_bytes = 0
         self._digest = hashlib.sha256()
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shard-hash")
+        self._hashed: Future[None] | None = None
         self._descriptor = -1
         self._position = 0
 
@@ -110,6 +146,7 @@ class ShardWriter:
     ) -> None:
         """Close the file."""
         os.close(self._descriptor)
+        self._hashing.shutdown()
 
     def append(self, key: str, rows: torch.Tensor) -> None:
         """Append rows of `key`: a tensor [any, ...] whose further dimensions and dtype are those of the spec.
@@ -139,11 +176,7 @@ class ShardWriter:
     def append_zeros(self, key: str, num_bytes: int) -> None:
         """Append zero bytes of `key` as a hole."""
         self._advance(key, num_bytes)
-        left = num_bytes
-        while left:
-            step = min(left, len(_ZEROS))
-            self._digest.update(memoryview(_ZEROS)[:step])
-            left -= step
+        self._hash(self._hash_zeros, num_bytes)
         self._position += num_bytes
 
     def finish(self) -> str:
@@ -159,6 +192,7 @@ class ShardWriter:
                 f"{self._keys[self._key_index]}: {self._key_bytes} of {self._due_bytes()} bytes were written"
             )
         os.ftruncate(self._descriptor, self._position)
+        self._wait()
         return self._digest.hexdigest()
 
     def _spec(self, key: str) -> TensorSpec:
@@ -185,9 +219,31 @@ class ShardWriter:
             raise ValueError(f"{key}: more than the {self._due_bytes()} bytes of {self._specs[key]}")
 
     def _write(self, view: memoryview) -> None:
-        self._digest.update(view)
-        write_exactly(self._descriptor, view, self._position)
+        self._hash(self._digest.update, view)
+        try:
+            write_exactly(self._descriptor, view, self._position)
+        finally:
+            self._wait()
         self._position += len(view)
+
+    def _hash(self, step: Callable[[Any], None], value: Any) -> None:
+        """Hash after all that is being hashed; large parts on the thread."""
+        size = value if isinstance(value, int) else len(value)
+        if size < _HASHED_HERE_BYTES:
+            self._wait()
+            step(value)
+        else:
+            self._hashed = self._hashing.submit(step, value)
+
+    def _wait(self) -> None:
+        """Wait until all is hashed."""
+        if self._hashed is not None:
+            self._hashed.result()
+            self._hashed = None
+
+    def _hash_zeros(self, num_bytes: int) -> None:
+        for start in range(0, num_bytes, len(_ZEROS)):
+            self._digest.update(memoryview(_ZEROS)[: num_bytes - start])
 
 
 def physical_memory() -> int:
@@ -256,16 +312,22 @@ class ShardFile:
         size: Its bytes.
         state: Inode, size and mtime in nanoseconds, by which another file in its place is noticed.
         places: Key to where its tensor lies.
+        is_likely: Whether it has the header that was likely.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | os.PathLike[str], likely: Callable[[int], Header | None] = lambda _: None) -> None:
         """Open `path` and check its header against its size.
+
+        Args:
+            path: The file.
+            likely: Given the file's size, the header that it should have. If it has that, byte for byte, it need not
+                be parsed, which is most of the time that a cache of many shards takes to open.
 
         Raises:
             CacheNotFoundError: There is no such file.
             CacheFormatError: No regular file, truncated, too long, or a malformed header.
         """
-        self.name = str(path)
+        self.name = os.fspath(path)
         self._descriptor = -1
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -280,7 +342,12 @@ class ShardFile:
             raise CacheFormatError(f"{path} is no regular file")
         self.size = status.st_size
         self.state = (status.st_ino, status.st_size, status.st_mtime_ns % (1 << 64))
-        self.places = self._read_header()
+        header = likely(self.size)
+        self.is_likely = header is not None and header.num_bytes == self.size and self._begins_with(header.text)
+        self.places = header.places if header and self.is_likely else self._read_header()
+
+    def _begins_with(self, text: bytes) -> bool:
+        return os.pread(self._descriptor, len(text), 0) == text
 
     def _read_header(self) -> dict[str, TensorPlace]:
         prefix = bytearray(_LENGTH_BYTES)
@@ -342,21 +409,26 @@ class ShardFile:
             CacheFormatError: More bytes than this machine has memory: the header may be anybody's.
         """
         place = self.places[key]
-        if (stop - start) * place.spec.row_bytes > physical_memory():
-            size = (stop - start) * place.spec.row_bytes
-            raise CacheFormatError(f"{self.name}: {size} bytes of {key} are more than the memory of this machine")
-        rows = torch.empty((stop - start, *place.spec.shape[1:]), dtype=place.spec.dtype)
+        self._ensure_fits(key, (stop - start) * place.spec.row_bytes)
+        rows = empty((stop - start, *place.spec.shape[1:]), place.spec.dtype)
         self.read_into(key, start, rows)
         return rows
 
-    def read_positions(self, key: str, row: int, start: int, stop: int) -> torch.Tensor:
-        """Return positions start (included) to stop (excluded) of one row of a tensor [n, S, ...]."""
+    def read_bytes(self, key: str) -> bytearray:
+        """Return all bytes of a small tensor.
+
+        Raises:
+            CacheFormatError: More bytes than this machine has memory: the header may be anybody's.
+        """
         place = self.places[key]
-        position = TensorSpec(dtype=place.spec.dtype, shape=place.spec.shape[1:])
-        rows = torch.empty((stop - start, *position.shape[1:]), dtype=position.dtype)
-        offset = place.offset + row * place.spec.row_bytes + start * position.row_bytes
-        read_exactly(self._descriptor, byte_view(rows), offset, name=self.name)
-        return rows
+        self._ensure_fits(key, place.spec.num_bytes)
+        content = bytearray(place.spec.num_bytes)
+        read_exactly(self._descriptor, memoryview(content), place.offset, name=self.name)
+        return content
+
+    def _ensure_fits(self, key: str, size: int) -> None:
+        if size > physical_memory():
+            raise CacheFormatError(f"{self.name}: {size} bytes of {key} are more than the memory of this machine")
 
     def read_into(self, key: str, start: int, rows: torch.Tensor) -> None:
         """Fill the contiguous tensor `rows` from row `start` of `key` on."""
@@ -364,8 +436,15 @@ class ShardFile:
         offset = place.offset + start * place.spec.row_bytes
         read_exactly(self._descriptor, byte_view(rows), offset, name=self.name)
 
+    def read_positions(self, key: str, row: int, start: int, into: torch.Tensor) -> None:
+        """Fill the contiguous tensor `into` from position `start` of one row of a tensor [n, S, ...] on."""
+        place = self.places[key]
+        position_bytes = place.spec.row_bytes // place.spec.shape[1] if start else 0
+        offset = place.offset + row * place.spec.row_bytes + start * position_bytes
+        read_exactly(self._descriptor, byte_view(into), offset, name=self.name)
 
-def open_cache_file(path: Path) -> ShardFile:
+
+def open_cache_file(path: str | os.PathLike[str], likely: Callable[[int], Header | None] = lambda _: None) -> ShardFile:
     """Open a file inside a cache, which may come from elsewhere.
 
     Raises:
@@ -373,7 +452,7 @@ def open_cache_file(path: Path) -> ShardFile:
         CacheFormatError: A link out of the cache, or refused by `ShardFile`.
     """
     ensure_no_foreign_link(path)
-    return ShardFile(path)
+    return ShardFile(path, likely)
 
 
 def _describe(spec: TensorSpec) -> str:

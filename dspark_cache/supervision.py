@@ -30,8 +30,15 @@ class Supervision:
     """Indices of samples without an anchor, those without a supervised token too."""
     spans: SpanPrefix = field(default_factory=SpanPrefix)
 
-    def add(self, index: int, sample: dict[str, torch.Tensor], length: int) -> None:
-        """Count sample `index`, of which the first `length` positions are real tokens."""
+    def add(self, index: int, sample: dict[str, torch.Tensor], length: int, *, is_cut: bool) -> None:
+        """Count sample `index`, of which the first `length` positions are real tokens.
+
+        Args:
+            index: Its number.
+            sample: Its `input_ids` and `loss_mask`, int64, with or without positions past its end.
+            length: Its tokens.
+            is_cut: Whether it fills the window, so that its last span may have lost its end.
+        """
         mask = sample[LOSS_MASK]
         supervised = int(mask.sum())
         anchors = int((mask[:-1] * mask[1:]).sum())
@@ -43,7 +50,7 @@ class Supervision:
             self.unsupervised.append(index)
         if not anchors:
             self.without_anchor.append(index)
-        self.spans.add(sample[INPUT_IDS][:length].tolist(), mask[:length].tolist(), is_cut=length == len(mask))
+        self.spans.add(sample[INPUT_IDS][:length].tolist(), mask[:length].tolist(), is_cut=is_cut)
 
     def merge(self, other: Supervision) -> None:
         """Take the counts of samples that come after these."""

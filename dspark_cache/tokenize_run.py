@@ -63,10 +63,17 @@ class Conversations:
         """
         data = self.stage.settings.data
         rules = KeepRules(min_loss_tokens=data.min_loss_tokens, skip_invalid=data.skip_invalid, limit=data.limit)
-        workers = self.stage.settings.runtime.num_workers
-        rows, order = self.source.rows, self.order if order is None else order
-        tokenizer = _tokenizer_source(self.stage, self.folder)
-        results = tokenize_rows(rows, order, tokenizer, self.template, self.options, workers)
+        rows = self.source.rows
+        results = tokenize_rows(
+            rows,
+            self.order if order is None else order,
+            _tokenizer_source(self.stage, self.folder),
+            self.template,
+            self.options,
+            self.stage.settings.runtime.num_workers,
+            tokenizer=self.tokenizer,
+            limit=data.limit,
+        )
         yield from keep_samples(((rows.where(index), result) for index, result in results), rules, counts)
 
     def identity(self) -> dict[str, Any]:

@@ -10,11 +10,13 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
+from array import array
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,18 +32,46 @@ from dspark_cache.conversations import is_token_row, parse_row, parse_token_row
 from dspark_cache.errors import InputError, RowError, SettingsError
 from dspark_cache.inputs import missing_file
 from dspark_cache.loss_masks import MASK_OPTIONS_NOT_APPLIED, MaskedRender, cut_to_window, masked_render
+from dspark_cache.rows import parsed_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from concurrent.futures import Future
+    from collections.abc import Collection, Iterable, Iterator
 
     from dspark_cache.rows import Rows
 
-SERIAL_BELOW: Final = 2000
-"""Fewer rows than this are tokenized in the calling process: starting workers would take longer."""
-
-_CHUNK_ROWS: Final = 64
+_CHUNK_ROWS: Final = 32
+_CHUNK_BYTES: Final = 1 << 20
 _CHUNKS_PER_WORKER: Final = 4
+
+_LONGEST_START_SECONDS: Final = 20.0
+_STARTS_TO_SAVE: Final = 2
+_MEASURED_SHARE_OF_START: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """What decides whether starting workers pays.
+
+    Attributes:
+        processes: How many can tokenise at the same time, this one included, at least 1.
+        num_rows: Rows to tokenise in all.
+        start_seconds: From the start of a worker to its first sample.
+    """
+
+    processes: int
+    num_rows: int
+    start_seconds: float
+
+    def pays(self, done: int, seconds: float) -> bool:
+        """Say whether workers will finish clearly sooner than this process, which took `seconds` for `done` rows.
+
+        Never before this process has worked for a quarter of `start_seconds`; and only if what the workers save is
+        more than twice that time.
+        """
+        left = seconds / done * (self.num_rows - done)
+        saved = left * (1 - 1 / self.processes)
+        is_measured = seconds >= self.start_seconds * _MEASURED_SHARE_OF_START
+        return is_measured and saved > self.start_seconds * _STARTS_TO_SAVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +111,14 @@ class TokenizedSample:
     loss_mask: list[int]
     truncated: bool
     notes: tuple[str, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as bytes: workers send their samples so."""
+        return _unpacked, (array("i", self.input_ids), bytes(self.loss_mask), self.truncated, self.notes)
+
+
+def _unpacked(ids: array[int], mask: bytes, truncated: bool, notes: tuple[str, ...]) -> TokenizedSample:
+    return TokenizedSample(input_ids=ids.tolist(), loss_mask=list(mask), truncated=truncated, notes=notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,49 +206,58 @@ def load_tokenizer(source: TokenizerSource) -> Any:
 
 def tokenize_rows(
     rows: Rows,
-    order: Iterable[int],
+    order: Collection[int],
     source: TokenizerSource,
     chat_template: str,
     options: TokenizeOptions,
     num_workers: int,
     *,
-    serial_below: int = SERIAL_BELOW,
+    tokenizer: ChatTokenizer | None = None,
+    limit: int | None = None,
+    start_seconds: float | None = None,
 ) -> Iterator[tuple[int, TokenizedSample | RowError]]:
     """Yield (index, sample) for each index of `order`, in that order; a bad row gives its `RowError` instead.
 
-    The error does not say where the row is; `rows.where(index)` does. Memory holds a bounded number of rows.
+    This process begins; workers are started only if they pay (`WorkerPlan`), and then take most of the rows. The
+    error does not say where the row is; `rows.where(index)` does. Memory holds a bounded number of rows.
 
     Args:
-        rows: Read in this process only.
+        rows: Fetched in this process, parsed where they are tokenised.
         order: Indices of rows.
         source: Tokenizer that each process loads once.
         chat_template: The effective template.
         options: How samples are cut and masked.
-        num_workers: Processes; 0 works in this one.
-        serial_below: With fewer rows than this, this process does the work whatever `num_workers` is.
+        num_workers: Most processes that tokenise, this one included; nor are there more than processors.
+        tokenizer: That of `source`, if the caller has loaded it.
+        limit: Rows that the caller will take at least, where it may stop early.
+        start_seconds: From the start of a worker to its first sample; None: the processor time of this process,
+            which has imported and loaded what a worker has to, up to 20 s.
     """
-    indices = iter(order)
-    first = list(islice(indices, serial_below))
-    if num_workers < 1 or len(first) < serial_below:
-        tokenizer = ConversationTokenizer(load_tokenizer(source), chat_template, options)
-        for index in chain(first, indices):
-            yield index, _tokenize(tokenizer, _read(rows, index))
-    else:
-        yield from _tokenize_parallel(rows, chain(first, indices), (source, chat_template, options), num_workers)
+    make = ConversationTokenizer(load_tokenizer(source) if tokenizer is None else tokenizer, chat_template, options)
+    plan = WorkerPlan(
+        processes=max(1, min(num_workers, _usable_processors())),
+        num_rows=len(order) if limit is None else min(limit, len(order)),
+        start_seconds=min(time.process_time(), _LONGEST_START_SECONDS) if start_seconds is None else start_seconds,
+    )
+    remaining = iter(order)
+    seconds = 0.0
+    for done, index in enumerate(remaining, start=1):
+        start = time.perf_counter()
+        result = _tokenize(make, rows.fetch(index))
+        seconds += time.perf_counter() - start
+        yield index, result
+        if plan.pays(done, seconds):
+            settings = (source, chat_template, options)
+            yield from _tokenize_parallel(rows, remaining, make, settings, plan.processes - 1)
 
 
-def _read(rows: Rows, index: int) -> object:
+def _usable_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _tokenize(tokenizer: ConversationTokenizer, fetched: object) -> TokenizedSample | RowError:
     try:
-        return rows.read(index)
-    except RowError as error:
-        return error
-
-
-def _tokenize(tokenizer: ConversationTokenizer, row: object) -> TokenizedSample | RowError:
-    if isinstance(row, RowError):
-        return row
-    try:
-        return tokenizer(row)
+        return tokenizer(parsed_row(fetched))
     except RowError as error:
         # Without its cause, which may not cross a process boundary.
         return RowError(error.reason, str(error))
@@ -221,20 +268,22 @@ def _tokenize(tokenizer: ConversationTokenizer, row: object) -> TokenizedSample 
 
 
 def _tokenize_parallel(
-    rows: Rows, indices: Iterable[int], settings: tuple[TokenizerSource, str, TokenizeOptions], num_workers: int
+    rows: Rows,
+    remaining: Iterator[int],
+    make: ConversationTokenizer,
+    settings: tuple[TokenizerSource, str, TokenizeOptions],
+    num_workers: int,
 ) -> Iterator[tuple[int, TokenizedSample | RowError]]:
-    remaining = iter(indices)
-    pending: deque[tuple[list[int], Future[list[TokenizedSample | RowError]]]] = deque()
+    """Start workers, work in this process alone until the first is ready, then together with them."""
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=settings)
     try:
-        while True:
-            while len(pending) < num_workers * _CHUNKS_PER_WORKER and (chunk := list(islice(remaining, _CHUNK_ROWS))):
-                pending.append((chunk, executor.submit(_work, [_read(rows, index) for index in chunk])))
-            if not pending:
-                return
-            chunk, future = pending.popleft()
-            yield from zip(chunk, future.result(), strict=True)
+        ready = [executor.submit(_work, []) for _ in range(num_workers)]
+        for index in remaining:
+            yield index, _tokenize(make, rows.fetch(index))
+            if any(future.done() for future in ready):
+                break
+        yield from _spread(executor, _chunks(rows, remaining), make, num_workers * _CHUNKS_PER_WORKER)
     except BrokenProcessPool as error:
         raise SettingsError(
             "a tokenizing worker ended without an answer (killed, or out of memory); lower runtime.num_workers"
@@ -242,6 +291,52 @@ def _tokenize_parallel(
     finally:
         # Also after KeyboardInterrupt or a generator closed early: no worker is left behind.
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _chunks(rows: Rows, indices: Iterable[int]) -> Iterator[tuple[list[int], list[object]]]:
+    """Yield indices and fetched rows, up to 32 at once; fewer where their lines reach 1 MiB."""
+    chunk: list[int] = []
+    fetched: list[object] = []
+    size = 0
+    for index in indices:
+        row = rows.fetch(index)
+        chunk.append(index)
+        fetched.append(row)
+        size += len(row) if isinstance(row, bytes) else 0
+        if len(chunk) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
+            yield chunk, fetched
+            chunk, fetched, size = [], [], 0
+    if chunk:
+        yield chunk, fetched
+
+
+def _spread(
+    executor: ProcessPoolExecutor,
+    chunks: Iterator[tuple[list[int], list[object]]],
+    make: ConversationTokenizer,
+    ahead: int,
+) -> Iterator[tuple[int, TokenizedSample | RowError]]:
+    """Let workers tokenise chunks, and this process others while the next one is not there yet.
+
+    At most `ahead` chunks are with the workers, and as many again wait to be taken.
+    """
+    pending: deque[tuple[list[int], Future[list[TokenizedSample | RowError]]]] = deque()
+    while True:
+        with_workers = sum(not future.done() for _, future in pending)
+        for chunk, fetched in islice(chunks, min(ahead - with_workers, 2 * ahead - len(pending))):
+            pending.append((chunk, executor.submit(_work, fetched)))
+        if not pending:
+            return
+        own = None
+        if not pending[0][1].done() and len(pending) < 2 * ahead:
+            own = next(chunks, None)
+        if own:
+            done: Future[list[TokenizedSample | RowError]] = Future()
+            done.set_result([_tokenize(make, row) for row in own[1]])
+            pending.append((own[0], done))
+        else:
+            chunk, future = pending.popleft()
+            yield from zip(chunk, future.result(), strict=True)
 
 
 _worker: ConversationTokenizer | None = None
@@ -263,7 +358,7 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _work(rows: list[object]) -> list[TokenizedSample | RowError]:
+def _work(fetched: list[object]) -> list[TokenizedSample | RowError]:
     if _worker is None:
         raise RuntimeError("called outside a worker process")
-    return [_tokenize(_worker, row) for row in rows]
+    return [_tokenize(_worker, row) for row in fetched]

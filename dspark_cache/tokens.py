@@ -70,7 +70,8 @@ class SpanPrefix:
         """Take the spans of one sample; the last one of a sample that `is_cut` may have lost its end."""
         for start, end in _spans(loss_mask):
             if end < len(loss_mask) or not is_cut:
-                self.merge(SpanPrefix(num_spans=1, ids=input_ids[start:end]))
+                compared = min(end, start + len(self.ids)) if self.num_spans else end
+                self.merge(SpanPrefix(num_spans=1, ids=input_ids[start:compared]))
 
     def merge(self, other: SpanPrefix) -> None:
         """Take the spans that `other` has seen."""
@@ -120,9 +121,11 @@ class TokenCounts:
 
 def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
     """Yield start (included) and end (excluded) of each run of values that are not zero."""
-    bits = [bool(value) for value in mask]
-    edges = [i for i, (bit, before) in enumerate(zip([*bits, False], [False, *bits], strict=True)) if bit != before]
-    yield from zip(edges[::2], edges[1::2], strict=True)
+    bits = bytes(map(bool, mask)) + b"\0"
+    end = 0
+    while (start := bits.find(1, end)) >= 0:
+        end = bits.find(0, start)
+        yield start, end
 
 
 class TokensWriter:

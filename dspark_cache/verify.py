@@ -1,28 +1,32 @@
 """Verifying a published cache, level by level: files, headers, bytes, values, supervision. Nothing is ever changed.
 
 Files and headers are checked for the whole cache; where they are sound, bytes and values are checked shard by shard,
-several at a time, so that a shard's second reading finds it in memory. A level that would stumble over what an earlier
-one found is not run.
+several at a time, each file read once for both. A level that would stumble over what an earlier one found is not run.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, DsparkCacheError
 from dspark_cache.files import file_digest
-from dspark_cache.fp8 import are_scales_right
+from dspark_cache.fp8 import are_scales_right, dequantise
 from dspark_cache.manifest import dspark_fields, is_ragged, read_manifest, require_fields
+from dspark_cache.pins import Pin, folder_digest
 from dspark_cache.provenance import COUNTS, FileRecord, Provenance, read_provenance
 from dspark_cache.ragged import RaggedShape, RaggedShard, samples_name
-from dspark_cache.reader import CachedDSparkDataset, sample_specs
+from dspark_cache.reader import ensure_sample_fits, sample_specs
 from dspark_cache.schema import (
     EMBED_KEY,
     FP8,
@@ -34,23 +38,24 @@ from dspark_cache.schema import (
     MANIFEST_NAME,
     PROVENANCE_NAME,
     READ_DTYPES,
+    SAMPLE_OFFSETS,
     SCALES_OF,
     TARGET_WEIGHTS_NAME,
     VERIFY_LEVELS,
     TensorSpec,
 )
 from dspark_cache.shard_file import open_cache_file, physical_memory
+from dspark_cache.shard_stream import StreamedFile, open_stream
 from dspark_cache.shards import num_shards, shard_name, shard_rows
 from dspark_cache.strict_json import ensure_no_foreign_link, is_same_json, printable
 from dspark_cache.supervision import Supervision, supervision_faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
+    from dspark_cache.shard_file import ShardFile
     from dspark_cache.tokens import Tokens
 
-_WEIGHT_BYTES = 1 << 26
 MAX_FINDINGS = 100
 """A level stops after so many: the cache is wrong, the rest adds nothing."""
 
@@ -79,9 +84,11 @@ class CacheFolder:
 
     Attributes:
         path: Its folder.
+        digest: `folder_digest` of what was there when it was opened.
         manifest: Its checked manifest.
         provenance: Its provenance, where there is one.
         shard_samples: Samples of each shard.
+        starts: Index of the first sample of each shard.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,10 +99,12 @@ class CacheFolder:
             CacheFormatError: Manifest or provenance are malformed, or the cache is incomplete.
         """
         self.path = path
+        self.digest = folder_digest(path)
         self.manifest = read_manifest(path)
         require_fields(self.manifest, tuple(dspark_fields(self.manifest)), name=str(path / MANIFEST_NAME))
         self.provenance = read_provenance(path)
         self.shard_samples = _shard_samples(self.manifest)
+        self.starts = [0, *accumulate(self.shard_samples)]
 
     def names_of(self, shard: int) -> list[str]:
         """Return the names of the files of a shard."""
@@ -106,6 +115,37 @@ class CacheFolder:
         """Names of all files that the manifest asks for."""
         shards = range(len(self.shard_samples))
         return {MANIFEST_NAME, TARGET_WEIGHTS_NAME, *(name for shard in shards for name in self.names_of(shard))}
+
+    def open_shard(self, shard: int) -> tuple[ShardFile, ...]:
+        """Open the files of a shard and check their headers, and the offsets of samples.
+
+        Raises:
+            CacheNotFoundError: A file is missing.
+            CacheFormatError: A file is not as the manifest says.
+        """
+        rows = self.shard_samples[shard]
+        if is_ragged(self.manifest):
+            return RaggedShard(self.path, shard, rows, RaggedShape.of(self.manifest)).files
+        file = open_cache_file(self.path / shard_name(shard))
+        file.expect({key: spec.stacked(rows) for key, spec in sample_specs(self.manifest).items()}, exactly=True)
+        return (file,)
+
+    def pinned(self) -> Pin:
+        """Hold on to the manifest that was read and to the files of shards that are there now.
+
+        Raises:
+            CacheNotFoundError: A file is missing.
+            CacheFormatError: A sample is larger than the memory of this machine, a file is not as the manifest says, or
+                the cache was replaced since its manifest was read.
+        """
+        ensure_sample_fits(sample_specs(self.manifest), str(self.path))
+        states = array("Q")
+        for shard in range(len(self.shard_samples)):
+            for file in self.open_shard(shard):
+                states.extend(file.state)
+        pin = Pin(self.path, self.digest, states)
+        pin.ensure_same_folder()
+        return pin
 
     def recorded(self, name: str) -> FileRecord | None:
         """Return what provenance.json records of a file."""
@@ -177,13 +217,11 @@ def check_headers(cache: CacheFolder) -> Iterator[Finding]:
     if cache.provenance:
         yield from _provenance_findings(cache, cache.provenance)
     manifest = cache.manifest
-    specs = sample_specs(manifest)
-    for index, rows in enumerate(cache.shard_samples):
-        if is_ragged(manifest):
-            yield from _ragged_findings(cache, index, rows)
-            continue
-        stacked = {key: spec.stacked(rows) for key, spec in specs.items()}
-        yield from _header_findings(cache.path / shard_name(index), stacked)
+    for shard in range(len(cache.shard_samples)):
+        try:
+            cache.open_shard(shard)
+        except (DsparkCacheError, OSError) as error:
+            yield Finding(level="headers", file=shard_name(shard), message=str(error))
     weight = TensorSpec(
         dtype=READ_DTYPES[manifest["dtype"]],
         shape=(manifest["target_vocab_size"], manifest["hidden_size"]),
@@ -202,13 +240,6 @@ def _keys(path: Path) -> set[str]:
         return {EMBED_KEY, LM_HEAD_KEY}
 
 
-def _ragged_findings(cache: CacheFolder, index: int, rows: int) -> Iterator[Finding]:
-    try:
-        RaggedShard(cache.path, index, rows, RaggedShape.of(cache.manifest))
-    except (DsparkCacheError, OSError) as error:
-        yield Finding(level="headers", file=shard_name(index), message=str(error))
-
-
 def _header_findings(path: Path, specs: dict[str, TensorSpec]) -> Iterator[Finding]:
     try:
         open_cache_file(path).expect(specs, exactly=True)
@@ -219,18 +250,47 @@ def _header_findings(path: Path, specs: dict[str, TensorSpec]) -> Iterator[Findi
 def check_bytes(cache: CacheFolder, names: Iterable[str]) -> Iterator[Finding]:
     """Check the sha256 of files against provenance.json."""
     for name in names:
-        recorded = cache.recorded(name)
-        if recorded is None:
-            yield Finding(level="bytes", file=name, message="provenance.json records no sha256 of it")
-            continue
         try:
-            found = file_digest(cache.path / name)
+            found = file_digest(cache.path / name) if cache.recorded(name) else ""
         except FileNotFoundError:
             yield Finding(level="bytes", file=name, message="went missing while the cache was verified")
             continue
-        if found != recorded.sha256:
-            message = f"sha256 is {found}, provenance.json says {recorded.sha256}"
-            yield Finding(level="bytes", file=name, message=message)
+        yield from _digest_findings(cache, name, found)
+
+
+def _digest_findings(cache: CacheFolder, name: str, found: str) -> Iterator[Finding]:
+    recorded = cache.recorded(name)
+    if recorded is None:
+        yield Finding(level="bytes", file=name, message="provenance.json records no sha256 of it")
+    elif found != recorded.sha256:
+        message = f"sha256 is {found}, provenance.json says {recorded.sha256}"
+        yield Finding(level="bytes", file=name, message=message)
+
+
+Values = dict[str, torch.Tensor]
+"""Key to its tensor; of states the largest magnitude of each position and layer, which is as finite and as zero."""
+
+
+def read_files(cache: CacheFolder, files: Iterable[StreamedFile], keys: Iterable[str]) -> tuple[list[Finding], Values]:
+    """Read files once: check their sha256 where there is provenance, and return their values.
+
+    Args:
+        cache: The cache.
+        files: Open files of it.
+        keys: Tensors [..., k * H] of which only the largest magnitudes [..., k] are returned.
+
+    Raises:
+        CacheFormatError: A file ends early, or its values are more than the memory of this machine.
+    """
+    widths = dict.fromkeys(keys, cache.manifest["hidden_size"])
+    findings: list[Finding] = []
+    values: Values = {}
+    for file in files:
+        digest = hashlib.sha256()
+        values |= file.read_values(widths, digest.update if cache.provenance else lambda _: None)
+        if cache.provenance:
+            findings += _digest_findings(cache, Path(file.name).name, digest.hexdigest())
+    return findings, values
 
 
 Expected = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -238,31 +298,43 @@ Expected = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def check_values(
-    cache: CacheFolder, dataset: CachedDSparkDataset, shard: int, supervision: Supervision, expected: Expected | None
+    cache: CacheFolder, shard: int, values: Values, supervision: Supervision, expected: Expected | None
 ) -> Iterator[Finding]:
     """Check every sample of a shard: ids and mask in range, padding as the format says, states finite.
 
     Args:
         cache: The cache.
-        dataset: Reads it.
         shard: Index of the shard.
+        values: What `read_files` returned of it.
         supervision: Counts of this shard alone, to add to.
-        expected: With it, ids, masks and order are compared exactly. Without it a sample is taken to end at its last
-            token with a state that is not zero.
+        expected: With it, ids, masks and order are compared exactly. Without it a sample of a padded cache is taken to
+            end at its last token with a state that is not zero.
     """
-    name = shard_name(shard)
-    for index in dataset.samples_of(shard):
-        sample = dataset[index]
-        length = _real_length(sample) if expected is None else len(expected(index)[0])
-        supervision.add(index, sample, length)
-        faults = _range_faults(sample, length, cache)
-        if cache.manifest["dtype"] == FP8:
-            faults += _scale_faults(sample, dataset, index)
-        if expected is not None:
-            faults += _token_faults(sample, *expected(index))
+    name, first = shard_name(shard), cache.starts[shard]
+    for index, sample in enumerate(_samples(values, cache), start=first):
+        tokens = expected(index) if expected else None
+        length = len(tokens[0]) if tokens else _real_length(sample, cache)
+        supervision.add(index, sample, length, is_cut=length == cache.manifest["seq_length"])
+        faults = _range_faults(sample, length, cache) + _scale_faults(sample)
+        if tokens:
+            faults += _token_faults(sample, *tokens)
         for fault in faults:
             yield Finding(level="values", file=name, message=f"sample {index}: {fault}")
     yield from _count_findings(cache, name, supervision)
+
+
+def _samples(values: Values, cache: CacheFolder) -> Iterator[Values]:
+    """Yield the samples of a shard, [S, ...] or [T, ...] each: ids and masks int64, states in 8 bits decoded."""
+    tensors = dict(values)
+    if cache.manifest["dtype"] == FP8:
+        tensors |= {key: dequantise(values[key], values[scales]) for key, scales in SCALES_OF.items()}
+    offsets = tensors.pop(SAMPLE_OFFSETS, None)
+    if offsets is None:
+        yield from ({key: tensor[row] for key, tensor in tensors.items()} for row in range(len(tensors[INPUT_IDS])))
+        return
+    for start, stop in pairwise(offsets.tolist()):
+        sample = {key: tensor[start:stop] for key, tensor in tensors.items()}
+        yield sample | {key: sample[key].to(torch.int64) for key in (INPUT_IDS, LOSS_MASK)}
 
 
 def _count_findings(cache: CacheFolder, name: str, supervision: Supervision) -> Iterator[Finding]:
@@ -275,17 +347,22 @@ def _count_findings(cache: CacheFolder, name: str, supervision: Supervision) -> 
 
 
 def check_weights(cache: CacheFolder) -> Iterator[Finding]:
-    """Check that lm_head is finite: one row that is not spoils every teacher distribution."""
-    file = open_cache_file(cache.path / TARGET_WEIGHTS_NAME)
+    """Check sha256 of the target weights, and that lm_head is finite: one row that is not spoils every distribution.
+
+    Raises:
+        CacheNotFoundError: The file is missing.
+        CacheFormatError: It is not what it was when its header was checked.
+    """
+    file = open_stream(cache.path / TARGET_WEIGHTS_NAME)
     key = LM_HEAD_KEY if LM_HEAD_KEY in file.places else EMBED_KEY
-    rows = file.places[key].spec.shape[0]
     if file.places[key].spec.num_bytes > physical_memory():
+        yield from check_bytes(cache, [TARGET_WEIGHTS_NAME] if cache.provenance else [])
         message = f"{key} is larger than the memory of this machine"
         yield Finding(level="values", file=TARGET_WEIGHTS_NAME, message=message)
         return
-    step = max(1, _WEIGHT_BYTES // max(1, file.places[key].spec.row_bytes))
-    parts = (file.read_rows(key, row, min(row + step, rows)) for row in range(0, rows, step))
-    if not all(bool(torch.isfinite(part).all()) for part in parts):
+    findings, values = read_files(cache, [file], (EMBED_KEY, LM_HEAD_KEY))
+    yield from findings
+    if not bool(torch.isfinite(values[key]).all()):
         message = f"{key} holds numbers that are not finite"
         yield Finding(level="values", file=TARGET_WEIGHTS_NAME, message=message)
 
@@ -296,13 +373,15 @@ def check_supervision(supervision: Supervision) -> Iterator[Finding]:
         yield Finding(level="supervision", file=MANIFEST_NAME, message=message)
 
 
-def _real_length(sample: dict[str, torch.Tensor]) -> int:
+def _real_length(sample: Values, cache: CacheFolder) -> int:
+    if is_ragged(cache.manifest):
+        return len(sample[INPUT_IDS])
     used = (sample[LAST_HIDDEN] != 0).any(dim=-1) | (sample[LOSS_MASK] != 0)
     positions = used.nonzero()
     return int(positions[-1]) + 1 if len(positions) else 0
 
 
-def _range_faults(sample: dict[str, torch.Tensor], length: int, cache: CacheFolder) -> list[str]:
+def _range_faults(sample: Values, length: int, cache: CacheFolder) -> list[str]:
     ids, mask = sample[INPUT_IDS], sample[LOSS_MASK]
     vocab_size = cache.manifest["target_vocab_size"]
     pad = cache.provenance.pad_token_id if cache.provenance else None
@@ -320,21 +399,20 @@ def _range_faults(sample: dict[str, torch.Tensor], length: int, cache: CacheFold
             faults.append(f"{key} holds numbers that are not finite")
         if pad is not None and bool(sample[key][length:].any()):
             faults.append(f"{key} is not zero at padding")
-    if bool((sample[LAST_HIDDEN][:length] == 0).all(dim=-1).any()):
+    if int((sample[LAST_HIDDEN][:length] != 0).any(dim=-1).sum()) < length:  # a token that is not there is zero too
         faults.append(f"{LAST_HIDDEN} is all zero at a real token")
     return faults
 
 
-def _scale_faults(sample: dict[str, torch.Tensor], dataset: CachedDSparkDataset, index: int) -> list[str]:
-    length = dataset.stored_length(index)
+def _scale_faults(sample: Values) -> list[str]:
     return [
         f"{scales} are not the smallest powers of two with which the states fit"
         for key, scales in SCALES_OF.items()
-        if not are_scales_right(dataset.stored_rows(scales, index, 0, length), sample[key][:length])
+        if scales in sample and not are_scales_right(sample[scales], sample[key])
     ]
 
 
-def _token_faults(sample: dict[str, torch.Tensor], ids: torch.Tensor, mask: torch.Tensor) -> list[str]:
+def _token_faults(sample: Values, ids: torch.Tensor, mask: torch.Tensor) -> list[str]:
     faults = []
     if not torch.equal(sample[INPUT_IDS][: len(ids)], ids.to(torch.int64)):
         faults.append("input_ids are not those of tokens/")
@@ -352,7 +430,7 @@ class Report:
     supervision: Supervision = field(default_factory=Supervision)
     recompute: dict[str, Any] = field(default_factory=dict)
 
-    def collect(self, findings: Iterator[Finding]) -> bool:
+    def collect(self, findings: Iterable[Finding]) -> bool:
         """Take the findings of one level; say whether there were none."""
         before = len(self.findings)
         for finding in findings:
@@ -388,7 +466,8 @@ def verify_cache(
         level: One of `VERIFY_LEVELS`.
         tokens: The tokens it was made from, where they are at hand.
         kept: Index in `tokens` of each sample of the cache; None: all of them, in order.
-        num_threads: Shards checked at a time; each holds one sample and a few MiB in memory.
+        num_threads: Shards checked at a time; each takes 2 MiB of memory, and for each position of its shard 5 to 16
+            bytes and 2 to 7 for each layer.
         advance: Told of each shard that was checked.
 
     Raises:
@@ -406,7 +485,7 @@ def verify_cache(
         has_values = "values" in wanted
         task = _ShardTask(
             cache=cache,
-            dataset=CachedDSparkDataset(cache.path) if has_values else None,
+            pin=cache.pinned() if has_values else None,
             expected=_expected(cache, tokens, kept, report) if has_values else None,
         )
         report.collect(task.findings_of_others())
@@ -418,46 +497,51 @@ def verify_cache(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardTask:
-    """Checks what is checked shard by shard.
+    """Checks what is checked file by file.
 
     Attributes:
         cache: The cache.
-        dataset: Reads samples; None: their values are not checked.
+        pin: The files that are to be checked; None: their values are not.
         expected: What ids and masks must be.
     """
 
     cache: CacheFolder
-    dataset: CachedDSparkDataset | None
+    pin: Pin | None
     expected: Expected | None
 
-    def findings_of_others(self) -> Iterator[Finding]:
+    def findings_of_others(self) -> list[Finding]:
         """Check the files that are no shards."""
-        if self.cache.provenance:
-            yield from check_bytes(self.cache, [TARGET_WEIGHTS_NAME])
-        if self.dataset:
-            try:
-                yield from check_weights(self.cache)
-            except (CacheFormatError, CacheNotFoundError) as error:
-                yield Finding(level="values", file=TARGET_WEIGHTS_NAME, message=str(error))
+        return self._read([TARGET_WEIGHTS_NAME], lambda _: check_weights(self.cache))
 
     def __call__(self, shard: int) -> tuple[list[Finding], Supervision]:
         supervision = Supervision()
-        findings: list[Finding] = []
-        if self.cache.provenance:
-            findings += check_bytes(self.cache, self.cache.names_of(shard))
-        if self.dataset:
-            values = check_values(self.cache, self.dataset, shard, supervision, self.expected)
-            try:
-                findings += islice(values, MAX_FINDINGS)
-            except (CacheFormatError, CacheNotFoundError) as error:
-                findings.append(Finding(level="values", file=shard_name(shard), message=str(error)))
+        findings = self._read(self.cache.names_of(shard), lambda pin: self._shard_findings(pin, shard, supervision))
         return findings, supervision
+
+    def _read(self, names: list[str], check: Callable[[Pin], Iterable[Finding]]) -> list[Finding]:
+        """Return what a check of values finds; of files that it cannot read, or where there is none, what bytes say."""
+        values: list[Finding] = []
+        if self.pin:
+            try:
+                return list(check(self.pin))
+            except (CacheFormatError, CacheNotFoundError) as error:
+                values = [Finding(level="values", file=names[0], message=str(error))]
+        return [*(check_bytes(self.cache, names) if self.cache.provenance else ()), *values]
+
+    def _shard_findings(self, pin: Pin, shard: int, supervision: Supervision) -> list[Finding]:
+        with pin.explaining():
+            checked = self.cache.open_shard(shard)
+            files = [open_stream(Path(file.name)) for file in checked]
+        for opened in (checked, files):
+            pin.ensure_same(shard, opened)
+        findings, values = read_files(self.cache, files, SCALES_OF)
+        return [*findings, *islice(check_values(self.cache, shard, values, supervision, self.expected), MAX_FINDINGS)]
 
 
 def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: Callable[[int], None]) -> None:
     """Check shards on threads, which hashing and torch leave free to run; take the results in the shards' order."""
     before = len(report.findings)
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:
+    with _threads(num_threads) as threads:
         pending: deque[Future[tuple[list[Finding], Supervision]]] = deque()
         shards = iter(range(len(task.cache.shard_samples)))
         try:
@@ -471,6 +555,17 @@ def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: C
                 advance(1)
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """Give threads in each of which torch computes on one processor, so that together they take that many."""
+    everywhere = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(number, "verify", torch.set_num_threads, (1,)) as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(everywhere)  # threads begin with what any thread has set last
 
 
 def _expected(cache: CacheFolder, tokens: Tokens | None, kept: list[int] | None, report: Report) -> Expected | None:

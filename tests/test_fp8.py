@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark_cache.fp8 import dequantise, quantise
+from dspark_cache.fp8 import _parts, dequantise, largest_magnitudes_, quantise
 from dspark_cache.recompute import ROUNDING_TOLERANCE, relative_l2
+from dspark_cache.schema import STORED_DTYPES
 
 
 def states(layers: int, size: int, factor: float) -> torch.Tensor:
@@ -58,6 +59,69 @@ def test_every_byte_is_read_as_torch_reads_it(width: int) -> None:
     expected = numbers.view(torch.float8_e4m3fn).float() * scales
     assert torch.equal(read.isnan(), expected.isnan())
     assert torch.equal(read.nan_to_num(), expected.nan_to_num())
+
+
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    integers = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
+    limits = torch.iinfo(integers)
+    return torch.arange(limits.min, limits.max + 1, dtype=torch.int32).to(integers).view(dtype)
+
+
+@pytest.mark.parametrize("exponent", [-133, -127, -101, -100, -99, -8, 0, 1, 8, 9, 60, 127])
+def test_every_bf16_number_is_rounded_as_torch_rounds_it(exponent: int) -> None:
+    """Beside each of several largest ones."""
+    numbers = every_number(torch.bfloat16)
+    largest = torch.ldexp(torch.tensor(1.75), torch.tensor(exponent)).to(torch.bfloat16)
+    numbers = numbers[numbers.abs() <= largest]
+    rows = torch.stack([numbers, torch.full_like(numbers, float(largest))])
+    found, scales = quantise(rows, 1)
+    scale = 2.0 ** max(exponent - 8, -100)
+    assert scales.flatten().tolist() == [scale, scale]
+    expected = (rows.double() / scale).to(torch.bfloat16).to(torch.float8_e4m3fn)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("width", [6, 9])
+@pytest.mark.parametrize("part", [1, 6, 17, 18, 19, 1000])
+def test_it_is_the_same_in_parts_of_any_size(monkeypatch: pytest.MonkeyPatch, width: int, part: int) -> None:
+    rows = states(3, width // 3, 3.7)
+    before = rows.clone()
+    expected = quantise(rows, 3)
+    read = dequantise(*expected)
+    monkeypatch.setattr("dspark_cache.fp8._PART_NUMBERS", part)
+    found = quantise(rows, 3)
+    assert torch.equal(rows, before)
+    assert torch.equal(found[0].float(), expected[0].float())
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(dequantise(*found), read)
+
+
+def test_bf16_rows_are_left_as_they_are() -> None:
+    rows = states(2, 8, 1.0).to(torch.bfloat16)
+    before = rows.clone()
+    quantise(rows, 2)
+    assert torch.equal(rows, before)
+
+
+def test_parts_are_as_large_as_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dspark_cache.fp8._PART_NUMBERS", 20)
+    tensors = torch.zeros(7, 8), torch.zeros(7, 2)
+    assert [[len(part) for part in parts] for parts in _parts(*tensors)] == [[2, 2], [2, 2], [2, 2], [1, 1]]
+
+
+@pytest.mark.parametrize("dtype", STORED_DTYPES.values(), ids=STORED_DTYPES)
+def test_the_largest_magnitude_is_that_of_the_row_whatever_is_in_it(dtype: torch.dtype) -> None:
+    some = torch.tensor([0.0, 1.0, -2.0, 0.5, float("nan"), float("inf"), -float("inf")]).to(dtype)
+    numbers = every_number(dtype) if dtype.itemsize < 4 else torch.cat([some, torch.randn(300) * 1e30])
+    generator = torch.Generator().manual_seed(1)
+    for size in (1, 2, 7, 32, 100):
+        rows = numbers[torch.randint(len(numbers), (64, 2, size), generator=generator)]
+        if size < 32:
+            rows[:8] = some[torch.randint(len(some), (8, 2, size), generator=generator)]
+        expected = rows.float().abs().amax(dim=-1)
+        found = largest_magnitudes_(rows.clone()).float()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
 
 
 def test_zero_stays_zero() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, _collate_cached, build_cached_dspark_dataloader
+from dspark_cache.errors import SettingsError
 from dspark_cache.offline_cache import build_cached_dataloader, collate_cached
 
 if TYPE_CHECKING:
@@ -177,3 +178,123 @@ def test_settings_of_the_loader_are_the_reference_s(make_cache: MakeCache) -> No
     assert (loader.persistent_workers, loader.worker_init_fn, loader.generator) == (False, None, None)
     assert loader.pin_memory == torch.cuda.is_available()
     assert loader.multiprocessing_context is None
+
+
+# --- reading ahead, and going on in mid-epoch ---------------------------------------------------------------------
+
+
+WAYS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"read_ahead": 1}, {"read_ahead": 3}]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_reading_ahead_changes_no_order(way: dict[str, Any], shuffle: bool) -> None:
+    torch.manual_seed(3)
+    expected = [batches(loader) for loader in [build_cached_dataloader(Numbers(11), 3, shuffle, collate)] * 2]
+    torch.manual_seed(3)
+    made = build_cached_dataloader(Numbers(11), 3, shuffle, collate, **way)
+    assert [batches(made), batches(made)] == expected
+
+
+def test_no_more_is_read_ahead_than_was_said() -> None:
+    read: list[int] = []
+
+    class Noted(Numbers):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            read.append(index)
+            return super().__getitem__(index)
+
+    given = iter(build_cached_dataloader(Noted(20), 2, False, collate, read_ahead=3))
+    next(given)
+    given.close()  # waits for what is being read
+    assert 2 <= len(read) <= 8
+
+
+def test_an_error_of_reading_ahead_comes_at_its_batch() -> None:
+    class Failing(Numbers):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            if index == 4:
+                raise OSError("sample 4")
+            return super().__getitem__(index)
+
+    given = iter(build_cached_dataloader(Failing(20), 2, False, collate, read_ahead=4))
+    assert [next(given)["a"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(OSError, match=r"^sample 4$"):
+        next(given)
+
+
+@pytest.mark.parametrize(("read_ahead", "num_workers"), [(-1, 0), (1, 1)])
+def test_reading_ahead_is_for_one_process(read_ahead: int, num_workers: int) -> None:
+    message = f"^read_ahead: expected at least 0, .* found {read_ahead} and num_workers={num_workers}$"
+    with pytest.raises(SettingsError, match=message):
+        build_cached_dataloader(Numbers(3), 2, False, collate, num_workers, read_ahead=read_ahead)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shuffle", [True, "shard"])
+def test_training_goes_on_after_the_last_batch_that_it_was_given(
+    make_cache: MakeCache, way: dict[str, Any], shuffle: bool | str
+) -> None:
+    folder = make_cache(11, 2)
+
+    def build(**options: Any) -> Any:
+        return build_cached_dspark_dataloader(folder, 2, shuffle, seed=5, shuffle_shards=2, **options)
+
+    whole = [batch["input_ids"].tolist() for batch in build()]
+    first = build(**way)
+    given = iter(first)
+    taken = [next(given)["input_ids"].tolist() for _ in range(2)]
+    state = json.loads(json.dumps(first.state_dict()))
+    given.close()
+    second = build(**way)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert taken + [batch["input_ids"].tolist() for batch in second] == whole
+    assert second.state_dict()["position"] == 11
+
+
+def test_a_state_of_another_cache_is_refused(make_cache: MakeCache) -> None:
+    first, other = (build_cached_dspark_dataloader(make_cache(4, 2, hidden=h), 2, True, seed=0) for h in (4, 6))
+    with pytest.raises(SettingsError, match=r"^this state cannot be resumed: cache: '[0-9a-f]{64}' then, '"):
+        other.load_state_dict(first.state_dict())
+
+
+def test_an_order_of_torch_s_global_generator_cannot_be_resumed() -> None:
+    message = r"^this order cannot be resumed: build the loader with a seed, or distributed=True$"
+    loader = build_cached_dataloader(Numbers(3), 2, True, collate)
+    with pytest.raises(SettingsError, match=message):
+        loader.state_dict()
+    with pytest.raises(SettingsError, match=message):
+        loader.load_state_dict({})
+
+
+def test_another_word_for_shuffle_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"^shuffle: expected true, false or 'shard', found 'shards'"):
+        build_cached_dataloader(Numbers(3), 2, "shards", collate)
+
+
+def test_a_resume_reads_nothing_of_what_was_consumed(make_cache: MakeCache) -> None:
+    folder = make_cache(40, 2)
+    loader = build_cached_dspark_dataloader(folder, 2, True, seed=1)
+    read: list[int] = []
+    dataset: Any = loader.dataset
+    original = dataset.__getitems__
+    dataset.__class__ = type("Noted", (type(dataset),), {"__getitems__": lambda _, i: (read.extend(i), original(i))[1]})
+    loader.load_state_dict({**loader.state_dict(), "position": 36})
+    assert len(list(loader)) == 2
+    assert len(read) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_page_locked_memory_needs_cuda(make_cache: MakeCache) -> None:
+    with pytest.raises(SettingsError, match=r"^pin_memory: page-locked memory needs CUDA"):
+        build_cached_dspark_dataloader(make_cache(2, 2), 2, False, pin_memory=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_are_page_locked(make_cache: MakeCache, way: dict[str, Any]) -> None:
+    folder = make_cache(9, 2, 8, 1 << 14)
+    expected = list(build_cached_dspark_dataloader(folder, 2, False, pin_memory=False))
+    for one, other in zip(build_cached_dspark_dataloader(folder, 2, False, **way), expected, strict=True):
+        assert all(one[key].is_pinned() and torch.equal(one[key], other[key]) for key in CACHE_KEYS)

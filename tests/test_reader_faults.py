@@ -367,7 +367,7 @@ def test_workers_read_for_a_parent_that_uses_a_gpu(make_cache: MakeCache) -> Non
 def kill_workers(folder: Path) -> dict[str, Any]:
     """Kill each worker after some batches, then read a whole epoch."""
     loader = build_cached_dspark_dataloader(folder, 1, False, num_workers=2)
-    epochs = [kill_worker(loader, victim, after) for victim in (0, 1) for after in range(4)]
+    epochs = [kill_worker(loader, victim, after) for victim in (0, 1) for after in range(1, 5)]
     whole = digest(rows(loader))
     return {"epochs": epochs, "whole": whole, "left": len(multiprocessing.active_children())}
 
@@ -376,10 +376,11 @@ def kill_worker(loader: Iterable[Sample], victim: int, after: int) -> tuple[int,
     """Kill a worker after some batches; return their number, what came in all, and the words of the error."""
     found: list[Sample] = []
     batches: Any = iter(loader)
-    pid = batches._workers[victim].pid
     words = "no error"
     try:
-        found += rows(islice(batches, after))
+        found += rows(islice(batches, 1))  # workers are started now
+        pid = sorted(child.pid or 0 for child in multiprocessing.active_children())[victim]
+        found += rows(islice(batches, after - 1))
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         found += rows(batches)

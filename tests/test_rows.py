@@ -14,7 +14,7 @@ import pytest
 
 from dspark_cache.conversations import parse_row
 from dspark_cache.errors import InputError, RowError
-from dspark_cache.rows import Rows, Source, open_source
+from dspark_cache.rows import Rows, Source, open_source, parsed_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +51,11 @@ def scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def contents(rows: Rows) -> list[Any]:
-    return [rows.read(index) for index in range(len(rows))]
+    return [read(rows, index) for index in range(len(rows))]
+
+
+def read(rows: Rows, index: int) -> Any:
+    return parsed_row(rows.fetch(index))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL", "ünï côde.NdJson"])
@@ -70,6 +74,12 @@ def test_line_separators_inside_json_strings_do_not_split_a_line(write: Any) -> 
     assert rows.where(1) == f"{path}:2"
 
 
+def test_lines_are_fetched_as_they_lie_there_and_parsed_elsewhere(write: Any) -> None:
+    rows = open_rows(write("a.jsonl", '{"a": 1}\n{"a": \n'))
+    assert [rows.fetch(0), rows.fetch(1)] == [b'{"a": 1}\n', b'{"a": \n']
+    assert open_rows(write("a.json", '[{"a": 1}]')).fetch(0) == {"a": 1}
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_byte_order_mark_is_accepted(write: Any, name: str) -> None:
     assert contents(open_rows(write(name, b'\xef\xbb\xbf{"a": "\xc3\xbc"}'))) == [{"a": "ü"}]
@@ -78,10 +88,10 @@ def test_byte_order_mark_is_accepted(write: Any, name: str) -> None:
 def test_a_bad_line_is_named_and_does_not_hinder_the_others(write: Any) -> None:
     path = write("a.jsonl", '{"a": 1}\n\n{"a": \n{"a": 3}\n')
     rows = open_rows(path)
-    assert rows.read(0) == {"a": 1}
-    assert rows.read(2) == {"a": 3}
+    assert read(rows, 0) == {"a": 1}
+    assert read(rows, 2) == {"a": 3}
     with pytest.raises(RowError, match="expected one JSON value, found: Expecting value") as caught:
-        rows.read(1)
+        read(rows, 1)
     assert caught.value.reason == "bad_json"
     assert rows.where(1) == f"{path}:3"
 
@@ -89,20 +99,20 @@ def test_a_bad_line_is_named_and_does_not_hinder_the_others(write: Any) -> None:
 @pytest.mark.parametrize("line", ['{"a": 1} {"a": 2}', "[" * 100_000, "1" * 5000, "\u00a0"])
 def test_odd_lines_are_row_errors(write: Any, line: str) -> None:
     with pytest.raises(RowError, match="expected one JSON value"):
-        open_rows(write("a.jsonl", line)).read(0)
+        read(open_rows(write("a.jsonl", line)), 0)
 
 
 def test_a_line_that_is_not_utf8_is_a_row_error(write: Any) -> None:
     rows = open_rows(write("a.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n'))
     with pytest.raises(RowError, match="expected UTF-8, found byte 0xe9 at offset 7 of the line") as caught:
-        rows.read(1)
+        read(rows, 1)
     assert caught.value.reason == "bad_encoding"
 
 
 def test_the_last_of_repeated_keys_wins_and_nan_is_a_number(write: Any) -> None:
     rows = open_rows(write("a.jsonl", '{"a": 1, "a": 2}\n[NaN]\n'))
-    assert rows.read(0) == {"a": 2}
-    assert str(rows.read(1)) == "[nan]"
+    assert read(rows, 0) == {"a": 2}
+    assert str(read(rows, 1)) == "[nan]"
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.txt", "plain"])
@@ -195,7 +205,7 @@ def test_a_folder_of_parquet_files_has_the_splits_that_datasets_finds() -> None:
     assert source.is_shuffled
     start = source.splits["validation"].start
     assert source.rows.where(start) == f"{DATA / 'parquet_two_splits'}[validation][0]"
-    assert parse_row(source.rows.read(start)) == parse_row(files["validation"].to_pylist()[0])
+    assert parse_row(read(source.rows, start)) == parse_row(files["validation"].to_pylist()[0])
     assert sorted(path.name for path in (DATA / "parquet_two_splits").iterdir()) == [
         "train-00000.parquet",
         "validation-00000.parquet",

@@ -5,27 +5,34 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from functools import cache
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dspark_cache.chat_templates import resolve_chat_template
 from dspark_cache.conversations import parse_row
 from dspark_cache.errors import InputError, RowError, SettingsError
-from dspark_cache.rows import Rows, open_source
+from dspark_cache.rows import Rows, open_source, parsed_row
 from dspark_cache.tokenizing import (
     ConversationTokenizer,
     TokenizedSample,
     TokenizeOptions,
     TokenizerSource,
+    WorkerPlan,
+    _chunks,
     load_tokenizer,
     tokenize_rows,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 TOKEN_ROWS = [json.loads(line) for line in (GOLDEN / "tokens.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -67,6 +74,10 @@ def golden_rows(data: str) -> Rows:
     return open_source(GOLDEN / data, GOLDEN).rows
 
 
+def golden_row(data: str, index: int) -> Any:
+    return parsed_row(golden_rows(data).fetch(index))
+
+
 def template_of(model: str, template: str | None) -> str:
     return resolve_chat_template(template and str(GOLDEN / template), golden_tokenizer(model))
 
@@ -76,7 +87,7 @@ def tokenize_golden(row: dict[str, Any]) -> TokenizedSample:
     tokenizer = ConversationTokenizer(
         golden_tokenizer(row["model"]), template_of(row["model"], row["chat_template"]), wanted
     )
-    return tokenizer(golden_rows(row["data"]).read(row["row"]))
+    return tokenizer(golden_row(row["data"], row["row"]))
 
 
 def outcome(tokenizer: ConversationTokenizer, row: object) -> TokenizedSample | RowError:
@@ -123,7 +134,7 @@ def test_rows_that_the_reference_cannot_mask_are_masked(group: list[dict[str, An
         assert found.notes == ("span_by_difference",)
         # Every answer that lies in the window is supervised, and no other message is.
         left = tokenizer.decode([i for i, bit in zip(found.input_ids, found.loss_mask, strict=True) if bit])
-        for message in parse_row(golden_rows(row["data"]).read(row["row"])).messages:
+        for message in parse_row(golden_row(row["data"], row["row"])).messages:
             if message["role"] != "assistant":
                 assert f"{message['role']}\n{message['content']}" not in left
             elif not found.truncated:
@@ -137,7 +148,7 @@ def test_odd_rows_are_accepted_and_refused_as_by_the_reference(name: str, templa
     tokenizer = ConversationTokenizer(
         golden_tokenizer(model), template_of(model, f"templates/{template}.jinja"), options()
     )
-    row = golden_rows("data/rejects.jsonl").read(REJECT_NAMES.index(name))
+    row = golden_row("data/rejects.jsonl", REJECT_NAMES.index(name))
     expected, found = REJECTS[name][template], outcome(tokenizer, row)
     if isinstance(found, RowError):
         assert not expected["ok"], found
@@ -216,37 +227,186 @@ def mixed_rows(tmp_path: Path) -> Rows:
     return open_source(path, path.parent).rows
 
 
+@pytest.mark.parametrize(
+    ("plan", "done", "seconds", "pays"),
+    [
+        # processes, rows, seconds until a worker is ready
+        ((2, 1000, 4.0), 100, 2.0, True),  # 18 s are left, of which two processes save 9
+        ((2, 1000, 4.0), 200, 4.0, False),  # 16 s are left: they would save no more than twice the start
+        ((2, 1000, 4.0), 200, 4.1, True),
+        ((8, 1000, 4.0), 200, 2.5, True),  # 10 s are left, of which eight save 8.75
+        ((2, 1000, 4.0), 200, 2.5, False),
+        ((2, 10**6, 4.0), 99, 0.99, False),  # too early to tell
+        ((2, 10**6, 4.0), 100, 1.0, True),
+        ((1, 10**6, 4.0), 100, 1000.0, False),  # one worker would only take this process's place
+        ((2, 10, 0.0), 1, 0.001, True),
+        ((2, 10, 0.0), 10, 1.0, False),  # nothing is left
+        ((2, 10, 0.0), 12, 1.0, False),  # the limit was no limit of rows
+    ],
+)
+def test_workers_are_started_only_where_they_clearly_save_time(
+    plan: tuple[int, int, float], done: int, seconds: float, pays: bool
+) -> None:
+    processes, num_rows, start_seconds = plan
+    found = WorkerPlan(processes=processes, num_rows=num_rows, start_seconds=start_seconds)
+    assert found.pays(done, seconds) is pays
+
+
+class Recorded:
+    """Rows that tell how many were fetched."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.fetched = rows, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fetch(self, index: int) -> object:
+        self.fetched += 1
+        return self.rows.fetch(index)
+
+    def where(self, index: int) -> str:
+        return self.rows.where(index)
+
+
+def until_workers_began(samples: Iterator[Any], rows: Recorded) -> list[Any]:
+    """Take samples until rows are fetched ahead of them, which only workers need."""
+    taken = [next(samples)]
+    while rows.fetched == len(taken):
+        taken.append(next(samples))
+    return taken
+
+
+QWEN = source("models/qwen3-tiny")
+needs_two_processors = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor starts no workers")
+
+
+class UntilAhead:
+    """Indices over and over, and some more once rows are fetched ahead of those that were taken."""
+
+    def __init__(self, indices: list[int], rows: Recorded, more: int) -> None:
+        self.indices, self.rows, self.more = indices, rows, more
+        self.taken: list[Any] = []
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __iter__(self) -> Iterator[int]:
+        place = 0
+        while self.rows.fetched == len(self.taken):
+            yield self.indices[place % len(self.indices)]
+            place += 1
+        yield from (self.indices[(place + step) % len(self.indices)] for step in range(self.more))
+
+
+@needs_two_processors
 def test_workers_give_what_one_process_gives(mixed_rows: Rows) -> None:
-    order = [*range(len(mixed_rows) - 1, -1, -1), 3, 3]
-    settings = (source("models/qwen3-tiny"), template_of("models/qwen3-tiny", "templates/think.jinja"))
-    serial, parallel = (
-        list(tokenize_rows(mixed_rows, iter(order), *settings, options(40), workers, serial_below=200))
-        for workers in (0, 2)
-    )
-    assert [index for index, _ in parallel] == order
-    assert [(i, repr(found), getattr(found, "reason", "")) for i, found in parallel] == [
-        (i, repr(found), getattr(found, "reason", "")) for i, found in serial
-    ]
+    indices = [*range(len(mixed_rows) - 1, -1, -1), 3, 3]
+    settings = (QWEN, template_of("models/qwen3-tiny", "templates/think.jinja"), options(40))
+    order = UntilAhead(indices, Recorded(mixed_rows), more=2 * len(indices) + 1)
+    for pair in tokenize_rows(order.rows, order, *settings, 2, start_seconds=0):
+        order.taken.append(pair)
+    serial = list(tokenize_rows(mixed_rows, indices, *settings, 0))
+    assert len(order.taken) > 2 * len(indices)
+    for (index, found), (at, expected) in zip(order.taken, cycle(serial), strict=False):
+        assert (index, repr(found), getattr(found, "reason", "")) == (
+            at,
+            repr(expected),
+            getattr(expected, "reason", ""),
+        )
     reasons = {found.reason for _, found in serial if isinstance(found, RowError)}
     assert {"bad_json", "bad_role", "no_assistant", "row_not_object"} <= reasons
     assert any(isinstance(found, TokenizedSample) for _, found in serial)
     assert not multiprocessing.active_children()
 
 
-def test_stopping_early_leaves_no_worker_and_reads_a_bounded_number_of_rows(mixed_rows: Rows) -> None:
-    read = []
+@pytest.mark.parametrize(
+    ("num_workers", "limit", "start_seconds"),
+    [(0, None, 0.0), (1, None, 0.0), (2, None, 1e6), (2, None, None), (2, 1, 0.0)],
+)
+def test_no_worker_is_started_where_it_does_not_pay(
+    mixed_rows: Rows, num_workers: int, limit: int | None, start_seconds: float | None
+) -> None:
+    rows = Recorded(mixed_rows)
+    template = template_of("models/qwen3-tiny", "templates/chatml.jinja")
+    order = range(len(mixed_rows))
+    samples = tokenize_rows(
+        rows, order, QWEN, template, options(), num_workers, limit=limit, start_seconds=start_seconds
+    )
+    for count, _ in enumerate(samples, start=1):
+        assert rows.fetched == count
+        assert not multiprocessing.active_children()
+    assert rows.fetched == len(order)
 
-    def order() -> Any:
-        for index in range(10_000):
-            read.append(index)
-            yield index % len(mixed_rows)
 
-    settings = (source("models/qwen3-tiny"), template_of("models/qwen3-tiny", "templates/chatml.jinja"))
-    samples = tokenize_rows(mixed_rows, order(), *settings, options(), 1, serial_below=10)
-    assert next(samples)[0] == 0
+def test_a_loaded_tokenizer_is_not_loaded_again(tmp_path: Path) -> None:
+    nowhere = TokenizerSource(path=str(tmp_path), trust_remote_code=False)
+    template = template_of("models/qwen3-tiny", "templates/chatml.jinja")
+    tokenizer = golden_tokenizer("models/qwen3-tiny")
+    ((_, found),) = tokenize_rows(
+        golden_rows("data/one.jsonl"), [0], nowhere, template, options(), 0, tokenizer=tokenizer
+    )
+    assert isinstance(found, TokenizedSample)
+
+
+@needs_two_processors
+def test_stopping_early_leaves_no_worker_and_fetches_a_bounded_number_of_rows(mixed_rows: Rows) -> None:
+    rows = Recorded(mixed_rows)
+    template = template_of("models/qwen3-tiny", "templates/chatml.jinja")
+    samples = tokenize_rows(rows, [0] * 1_000_000, QWEN, template, options(), 2, start_seconds=0)
+    taken = len(until_workers_began(samples, rows))
+    ahead = []
+    for _ in range(300):
+        next(samples)
+        taken += 1
+        ahead.append(rows.fetched - taken)
     samples.close()
-    assert len(read) < 1000
+    # Eight chunks of 32 rows, less the row that was taken; with the last one's place taken by the next chunk.
+    assert max(ahead) == 8 * 32 - 1
     assert not multiprocessing.active_children()
+
+
+class Lines:
+    """Rows that are lines of given lengths."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def fetch(self, index: int) -> object:
+        return b" " * self.lengths[index] if self.lengths[index] else {}
+
+    def where(self, index: int) -> str:
+        return str(index)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], []),
+        ([9] * 32, [32]),
+        ([9] * 70, [32, 32, 6]),
+        ([0] * 33, [32, 1]),  # values are not measured
+        ([1 << 19] * 5, [2, 2, 1]),
+        ([1 << 21, 9, 1 << 20, 9], [1, 2, 1]),
+    ],
+)
+def test_chunks_hold_a_bounded_number_of_rows_and_bytes(lengths: list[int], expected: list[int]) -> None:
+    rows = Lines(lengths)
+    chunks = list(_chunks(rows, range(len(rows))))
+    assert [len(indices) for indices, _ in chunks] == expected
+    assert [index for indices, _ in chunks for index in indices] == list(range(len(rows)))
+    assert [row for _, fetched in chunks for row in fetched] == [rows.fetch(index) for index in range(len(rows))]
+
+
+def test_samples_cross_a_process_boundary_as_bytes() -> None:
+    sample = TokenizedSample(input_ids=[2**31 - 1, 0] * 500, loss_mask=[0, 1] * 500, truncated=True, notes=("a", "b"))
+    sent = pickle.dumps(sample)
+    assert pickle.loads(sent) == sample
+    assert type(pickle.loads(sent).loss_mask) is list
+    assert len(sent) < 5 * 1000 + 300
 
 
 class Deadly:
@@ -260,36 +420,47 @@ class DeadlyRows:
     def __len__(self) -> int:
         return 1
 
-    def read(self, index: int) -> object:
-        return Deadly() if index == 0 else {}
+    def fetch(self, index: int) -> object:  # noqa: ARG002 - all are the same
+        return Deadly()
 
     def where(self, index: int) -> str:
         return str(index)
 
 
+@needs_two_processors
 def test_a_worker_that_dies_is_reported() -> None:
-    settings = (source("models/qwen3-tiny"), "{{ messages }}", options(), 1)
     with pytest.raises(
         SettingsError, match=r"a tokenizing worker ended without an answer .*; lower runtime\.num_workers"
     ):
-        list(tokenize_rows(DeadlyRows(), [0], *settings, serial_below=1))
+        for _ in tokenize_rows(DeadlyRows(), range(10**9), QWEN, "{{ messages }}", options(), 2, start_seconds=0):
+            pass
     assert not multiprocessing.active_children()
 
 
 ENDLESS = """
-import itertools, pathlib, sys
+import pathlib, sys
 import dspark_cache.rows, dspark_cache.tokenizing as tokenizing
 source = tokenizing.TokenizerSource(path=sys.argv[1], trust_remote_code=False)
 options = tokenizing.TokenizeOptions(seq_length=9, mask_reasoning_content=False, mask_generation_prompt=False)
 rows = dspark_cache.rows.open_source(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[1])).rows
+fetched = 0
+class Endless:
+    def fetch(self, index):
+        global fetched
+        fetched += 1
+        return rows.fetch(0)
+template = "{% for m in messages %}x{{ m.content }}{% endfor %}"
+is_told = False
 for count, _ in enumerate(tokenizing.tokenize_rows(
-    rows, itertools.repeat(0), source, "{% for m in messages %}x{{ m.content }}{% endfor %}", options, 2, serial_below=1
-)):
-    if count == 0:
+    Endless(), range(10**12), source, template, options, 2, start_seconds=0
+), start=1):
+    if fetched > count and not is_told:
         print("started", flush=True)
+        is_told = True
 """
 
 
+@needs_two_processors
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(how: signal.Signals) -> None:
     arguments = [str(GOLDEN / "models" / "qwen3-tiny"), str(GOLDEN / "data" / "one.jsonl")]

@@ -364,6 +364,14 @@ def test_spans_are_runs_of_supervised_tokens_that_end_before_a_cut(
     assert (prefix.num_spans, prefix.ids) == expected
 
 
+def test_spans_follow_one_another_in_a_sample() -> None:
+    prefix = SpanPrefix()
+    prefix.add([7, 8, 0, 7, 8, 9, 0, 0, 7, 8, 5, 6], [1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1], is_cut=False)
+    assert prefix == SpanPrefix(num_spans=3, ids=[7, 8])
+    prefix.add([7], [1], is_cut=False)
+    assert prefix == SpanPrefix(num_spans=4, ids=[7])
+
+
 SPANS = [[7, 8, 9], [7, 8], [7, 8, 9, 5], [7, 8, 1]]
 
 

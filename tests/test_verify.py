@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, VERIFY_LEVELS
 from dspark_cache.shard_file import ShardFile, write_tensors
+from dspark_cache.shard_stream import StreamedFile, open_stream
 from dspark_cache.supervision import Supervision
 from dspark_cache.tokens import Tokens
 from dspark_cache.verify import (
@@ -29,6 +31,9 @@ from dspark_cache.verify import (
     check_bytes,
     check_files,
     check_supervision,
+    check_values,
+    check_weights,
+    read_files,
     verify_cache,
 )
 from tests.caches import change_content, make_ragged, record_files
@@ -36,7 +41,6 @@ from tests.repository import Repository, make_repository
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SHARDS = ["shard-000000.safetensors", "shard-000001.safetensors"]
 WEIGHTS = "target_weights.safetensors"
@@ -734,7 +738,7 @@ def test_every_row_of_a_large_lm_head_is_checked(
     make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, row: int, part: int
 ) -> None:
     """A row has 8 bytes; in parts of so many or fewer it is read by itself."""
-    monkeypatch.setattr("dspark_cache.verify._WEIGHT_BYTES", part)
+    monkeypatch.setattr("dspark_cache.shard_stream.CHUNK_BYTES", part)
     cache = make_cache(2, 2, target_vocab_size=5000)
     weight = torch.zeros(5000, 4, dtype=torch.bfloat16)
     weight[row, 3] = float("nan")
@@ -767,6 +771,188 @@ def test_the_tied_weight_of_a_ragged_cache_is_checked(make_cache: Callable[..., 
         with put_file(cache / WEIGHTS) as temporary:
             write_tensors(temporary, {"embed_tokens.weight": weight})
         assert verify(cache, "values") == findings
+
+
+def test_bytes_of_an_lm_head_larger_than_the_memory_are_checked_all_the_same(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark_cache.verify.physical_memory", lambda: 0)
+    flip(cache / WEIGHTS, ShardFile(cache / WEIGHTS).places["lm_head.weight"].offset)
+    digest, value = verify(cache, "values")
+    assert digest.startswith(f"[bytes] {WEIGHTS}: sha256 is ")
+    assert value == f"[values] {WEIGHTS}: lm_head.weight is larger than the memory of this machine"
+    (cache / "provenance.json").unlink()
+    assert verify(cache, "values") == [value]
+
+
+def test_bytes_of_target_weights_are_found_before_their_values(cache: Path) -> None:
+    doctor(cache / WEIGHTS, set_at("lm_head.weight", 0, 0, value=float("inf")))
+    flip(cache / WEIGHTS, ShardFile(cache / WEIGHTS).places["embed_tokens.weight"].offset)
+    assert [finding.split(" is ")[0] for finding in verify(cache, "values")] == [
+        f"[bytes] {WEIGHTS}: sha256",
+        f"[values] {WEIGHTS}: lm_head.weight holds numbers that are not finite",
+    ]
+
+
+def test_an_embedding_that_is_not_finite_is_no_fault_beside_an_lm_head(cache: Path) -> None:
+    doctor(cache / WEIGHTS, set_at("embed_tokens.weight", 0, 0, value=float("inf")))
+    assert verify(cache, "values") == []
+
+
+def test_target_weights_that_are_gone_are_said_to_be(cache: Path) -> None:
+    opened = CacheFolder(cache)
+    (cache / WEIGHTS).unlink()
+    with pytest.raises(CacheNotFoundError, match=f"^no such file: {cache / WEIGHTS}$"):
+        list(check_weights(opened))
+
+
+def doctored_ragged(make_cache: Callable[..., Path], change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Write a ragged cache of samples of 2, 3 and 4 tokens with a change in each file where it applies."""
+    cache = make_ragged(make_cache(3, 3), [2, 1])
+    for path in cache.glob("s*-00000[01].safetensors"):
+        tensors = {key: value.clone() for key, value in load_file(path).items()}
+        change(tensors)
+        order = sorted(tensors, key=lambda key: ShardFile(path).places[key].offset)
+        with put_file(path) as temporary:
+            write_tensors(temporary, {key: tensors[key] for key in order})
+    record_files(cache)
+    return cache
+
+
+class Given:
+    """Tokens that are those of a ragged cache but for one sample, whose ids and mask are given."""
+
+    def __init__(self, cache: Path, index: int, ids: list[int], mask: list[int]) -> None:
+        self._dataset = CachedDSparkDataset(cache, padded=False)
+        self._given = index, torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def input_ids(self, index: int) -> torch.Tensor:
+        return self._given[1] if index == self._given[0] else self._dataset[index][INPUT_IDS]
+
+    def loss_mask(self, index: int) -> torch.Tensor:
+        return self._given[2] if index == self._given[0] else self._dataset[index][LOSS_MASK]
+
+
+def test_a_ragged_sample_with_fewer_tokens_than_it_should_have_is_found(make_cache: Callable[..., Path]) -> None:
+    """Though what is missing are pad tokens, not supervised."""
+    cache = make_ragged(make_cache(3, 3), [2, 1])
+    sample = CachedDSparkDataset(cache, padded=False)[1]
+    ids, mask = sample[INPUT_IDS].tolist(), sample[LOSS_MASK].tolist()
+    tokens: Any = Given(cache, 1, ids, mask)
+    assert verify(cache, "values", tokens) == []
+    tokens = Given(cache, 1, [*ids, 0], [*mask, 0])
+    assert verify(cache, "values", tokens) == [
+        f"[values] {SHARDS[0]}: sample 1: {message}" for message in (ZERO, IDS, MASK)
+    ]
+
+
+def test_a_ragged_sample_with_more_tokens_than_it_should_have_is_found(make_cache: Callable[..., Path]) -> None:
+    cache = make_ragged(make_cache(3, 3), [2, 1])
+    record_files(cache)
+    sample = CachedDSparkDataset(cache, padded=False)[1]
+    tokens: Any = Given(cache, 1, sample[INPUT_IDS].tolist()[:-1], sample[LOSS_MASK].tolist()[:-1])
+    messages = [
+        "padding is supervised",
+        "padding holds ids other than 0",
+        f"{HIDDEN} is not zero at padding",
+        f"{LAST_HIDDEN} is not zero at padding",
+    ]
+    assert verify(cache, "values", tokens) == [
+        *(f"[values] {SHARDS[0]}: sample 1: {message}" for message in messages),
+        count_finding(cache, SHARDS[0], tokens=-1),
+    ]
+
+
+@pytest.mark.parametrize("token", [2, 3, 4])
+def test_a_zero_state_of_a_ragged_sample_is_found_at_its_end_too(make_cache: Callable[..., Path], token: int) -> None:
+    """Where a padded sample would seem to be shorter."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        if LAST_HIDDEN in tensors and len(tensors[LAST_HIDDEN]) == 5:
+            tensors[LAST_HIDDEN][token] = 0
+        elif LOSS_MASK in tensors and len(tensors[LOSS_MASK]) == 5:
+            tensors[LOSS_MASK][token] = 0
+
+    assert verify(doctored_ragged(make_cache, change), "values") == [f"[values] {SHARDS[0]}: sample 1: {ZERO}"]
+
+
+@pytest.mark.parametrize("value", [-1, 32])
+def test_an_odd_id_of_a_ragged_sample_is_found(make_cache: Callable[..., Path], value: int) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        if INPUT_IDS in tensors and len(tensors[INPUT_IDS]) == 4:
+            tensors[INPUT_IDS][3] = value
+
+    expected = [f"[values] {SHARDS[1]}: sample 2: ids outside 0..31"]
+    assert verify(doctored_ragged(make_cache, change), "values") == expected
+
+
+def test_ids_of_the_largest_vocabulary_are_compared_with_it(make_cache: Callable[..., Path]) -> None:
+    """It is one more than ids of 32 bits."""
+    cache = make_ragged(make_cache(3, 3), [2, 1])
+    manifest = json.loads((cache / "manifest.json").read_text()) | {"target_vocab_size": 1 << 31}
+    (cache / "manifest.json").write_text(json.dumps(manifest))
+    opened = CacheFolder(cache)
+    files = [open_stream(cache / name) for name in opened.names_of(0)]
+    values = read_files(opened, files, (HIDDEN, LAST_HIDDEN))[1]
+    assert list(check_values(opened, 0, values, Supervision(), None)) == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+@pytest.mark.parametrize("key", [HIDDEN, LAST_HIDDEN])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_any_state_that_is_not_finite_is_found(
+    make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, dtype: str, layout: str, key: str, value: float
+) -> None:
+    """In pieces of some tokens, of one, and of one layer of it."""
+    cache = make_cache(3, 3, dtype=dtype)
+    tensors = {name: tensor.clone() for name, tensor in load_file(cache / SHARDS[0]).items()}
+    tensors[key][1, 2, -1] = value
+    write_shard(cache, 0, tensors)
+    if layout == "ragged":
+        cache = make_ragged(cache, [2, 1])
+    for chunk in (1, 16, 100, 1 << 21):
+        monkeypatch.setattr("dspark_cache.shard_stream.CHUNK_BYTES", chunk)
+        expected = [f"[values] {SHARDS[0]}: sample 1: {key} holds numbers that are not finite"]
+        assert verify(cache, "values") == expected
+
+
+@pytest.mark.parametrize("key", [HIDDEN, LAST_HIDDEN])
+@pytest.mark.parametrize(("value", "is_zero"), [(-0.0, True), (2.0**-133, False)])
+def test_a_zero_is_one_whatever_its_sign_and_a_tiny_number_is_none(
+    make_cache: Callable[..., Path], key: str, value: float, is_zero: bool
+) -> None:
+    cache = make_cache(3, 3)
+    record_files(cache)
+    tokens: Any = Given(make_ragged(cache, [3]), 3, [], [])
+    doctor(cache / SHARDS[0], set_at(key, 1, 7, 1, value=value))
+    messages = [f"[values] {SHARDS[0]}: sample 1: {key} is not zero at padding"]
+    assert verify(cache, "values", tokens) == messages * (not is_zero)
+    doctor(cache / SHARDS[0], set_at(LAST_HIDDEN, 1, 0, value=0))
+    doctor(cache / SHARDS[0], set_at(LAST_HIDDEN, 1, 0, 1, value=value))
+    assert (f"[values] {SHARDS[0]}: sample 1: {ZERO}" in verify(cache, "values", tokens)) == is_zero
+
+
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+def test_each_byte_is_read_once(make_cache: Callable[..., Path], layout: str) -> None:
+    """But for headers, offsets and what says how things are: in all less than a tenth."""
+    cache = make_cache(16, 4, seq_length=64, hidden=256, layers=4)
+    if layout == "ragged":
+        cache = make_ragged(cache, [8, 8])
+    record_files(cache)
+
+    def bytes_read() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in lines)["rchar"])
+
+    size = sum(path.stat().st_size for path in cache.glob("*.safetensors"))
+    assert verify(cache, "values") == []
+    before = bytes_read()
+    assert verify(cache, "values") == []
+    assert size <= bytes_read() - before < 1.1 * size
 
 
 # Level supervision
@@ -885,11 +1071,24 @@ def test_a_prefix_is_what_two_whole_spans_have_in_common(
     assert len(report.findings) == (prefix > 0)
 
 
+@pytest.mark.parametrize("odd", [1, 16])
+def test_what_is_supervised_is_the_same_in_either_layout(make_cache: Callable[..., Path], odd: int) -> None:
+    """Also by mask values whose product has more than eight bits."""
+    samples = [sample for samples, _ in SUPERVISION.values() for sample in samples]
+    samples += [sample_of([0, odd, odd, 0]), sample_of([0] * 9 + [1] * 3), sample_of([0] * 8 + [1] * 3)]
+    padded = cache_of(make_cache, *samples, shard_size=len(samples))
+    ragged = make_ragged(padded, [len(samples) - 2, 2])
+    reports = [verify_cache(CacheFolder(cache), "values") for cache in (padded, ragged)]
+    assert reports[0].supervision == reports[1].supervision
+    assert reports[0].supervision.num_samples == len(samples)
+    assert [len(report.findings) for report in reports] == [int(odd > 1)] * 2
+
+
 @pytest.mark.parametrize(("supervised", "findings"), [(490, 0), (491, 1)])
 def test_a_share_of_98_percent_is_plausible_and_no_more(supervised: int, findings: int) -> None:
     supervision = Supervision()
     mask = torch.tensor([0] * (500 - supervised) + [1] * supervised)
-    supervision.add(0, {INPUT_IDS: torch.zeros(500, dtype=torch.int64), LOSS_MASK: mask}, 500)
+    supervision.add(0, {INPUT_IDS: torch.zeros(500, dtype=torch.int64), LOSS_MASK: mask}, 500, is_cut=True)
     found = [finding.message for finding in check_supervision(supervision)]
     assert found == ["98.2 % of all tokens are supervised: does the chat template mark only answers?"] * findings
 
@@ -976,6 +1175,33 @@ def test_as_many_shards_as_threads_are_checked_at_a_time(make_cache: Callable[..
     cache = make_cache(2, 1)
     tokens: Any = Meeting(cache)
     assert verify_cache(CacheFolder(cache), "values", tokens=tokens, num_threads=2).findings == []
+
+
+class Asking(Given):
+    """Tokens that remember on how many processors torch computes where they are asked for."""
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__(cache, -1, [], [])
+        self.found: set[int] = set()
+
+    def input_ids(self, index: int) -> torch.Tensor:
+        self.found.add(torch.get_num_threads())
+        return super().input_ids(index)
+
+
+def test_torch_takes_one_processor_a_thread_and_as_many_as_before_later(make_cache: Callable[..., Path]) -> None:
+    cache = make_ragged(make_cache(6, 2), [2, 2, 2])
+    tokens: Any = Asking(cache)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert verify_cache(CacheFolder(cache), "values", tokens=tokens, num_threads=2).findings == []
+        assert tokens.found == {1}
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -1112,6 +1338,42 @@ def test_a_manifest_that_is_replaced_is_found_with_the_first_shard_that_is(make_
     assert finding.startswith(f"[values] {LAST}: {cache} was replaced while it was in use: manifest.json or provenance")
 
 
+def test_a_cache_whose_manifest_is_another_one_than_was_read_is_refused(make_cache: Callable[..., Path]) -> None:
+    cache = make_cache(3, 2)
+    opened = CacheFolder(cache)
+    (cache / "manifest.json").write_text((cache / "manifest.json").read_text() + "\n")
+    with pytest.raises(CacheFormatError, match=f"^{cache} was replaced while it was in use: manifest.json or "):
+        verify_cache(opened, "values")
+
+
+@pytest.mark.parametrize("layout", ["padded", "ragged"])
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_file_that_is_another_one_when_its_header_is_checked_or_when_it_is_read_is_found(
+    make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, layout: str, is_checked: bool
+) -> None:
+    """The other one is there for one of the two only."""
+    cache = make_cache(10, 1)
+    if layout == "ragged":
+        cache = make_ragged(cache, [1] * 10)
+    path, kept, other = cache / LAST, cache.parent / "kept", cache.parent / "other"
+    shutil.copy(path, other)
+
+    def put_other() -> None:
+        path.rename(kept)
+        other.rename(path)
+
+    def swap(name: Path) -> StreamedFile:
+        if name == path:
+            kept.rename(path) if is_checked else put_other()
+        return open_stream(name)
+
+    monkeypatch.setattr("dspark_cache.verify.open_stream", swap)
+    assert found_meanwhile(cache, "values", 1, put_other if is_checked else lambda: None) == [
+        f"[values] {LAST}: {cache} {CHANGED}{path} is another file with no recorded sha256 to compare; open the cache "
+        "again"
+    ]
+
+
 # Verifications that end early
 
 
@@ -1199,7 +1461,7 @@ def test_supervision_is_counted(cache: Path, tokens: Tokens) -> None:
 )
 def test_an_anchor_is_supervised_and_so_is_its_successor(mask: list[int], expected: tuple[int, ...]) -> None:
     counts = Supervision()
-    counts.add(5, {INPUT_IDS: torch.arange(4), LOSS_MASK: torch.tensor(mask)}, 3)
+    counts.add(5, {INPUT_IDS: torch.arange(4), LOSS_MASK: torch.tensor(mask)}, 3, is_cut=False)
     lists = (counts.unsupervised.tolist(), counts.without_anchor.tolist())
     assert (counts.supervised_tokens, counts.anchors, *map(len, lists)) == expected
     assert all(indices in ([], [5]) for indices in lists)
@@ -1212,7 +1474,8 @@ def test_merged_counts_are_those_of_all_samples_in_order(cut: int) -> None:
     parts = [Supervision(), Supervision(), Supervision()]
     for index, (ids, mask) in enumerate(samples):
         for part in (parts[0], parts[1 if index < cut else 2]):
-            part.add(index, {INPUT_IDS: torch.tensor(ids), LOSS_MASK: torch.tensor(mask)}, 2 if index == 3 else 3)
+            sample = {INPUT_IDS: torch.tensor(ids), LOSS_MASK: torch.tensor(mask)}
+            part.add(index, sample, 2 if index == 3 else 3, is_cut=index != 3)
     merged = Supervision()
     merged.merge(parts[1])
     merged.merge(parts[2])
@@ -1234,7 +1497,7 @@ def test_merged_counts_are_those_of_all_samples_in_order(cut: int) -> None:
 def test_supervised_padding_is_no_part_of_a_span() -> None:
     counts = Supervision()
     for index in range(2):
-        counts.add(index, {INPUT_IDS: torch.tensor([7, 8, 9]), LOSS_MASK: torch.tensor([1, 1, 1])}, 2)
+        counts.add(index, {INPUT_IDS: torch.tensor([7, 8, 9]), LOSS_MASK: torch.tensor([1, 1, 1])}, 2, is_cut=False)
     assert (counts.spans.num_spans, counts.spans.ids) == (2, [7, 8])
 
 

@@ -1,0 +1,123 @@
+"""Reading the samples of a batch together: into the batch's own memory, a few pieces at a time.
+
+Between ragged and reader in the flow. The pieces of a batch are read on threads, so that a disk or a network has
+several requests to answer at a time, and a page cache several processors to copy with.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    Sample = dict[str, torch.Tensor]
+
+PIECE_BYTES = 1 << 23
+"""Read at a time by one thread."""
+_ALONE_BELOW_BYTES = 1 << 20
+"""Less than this is read sooner than it is handed to threads."""
+
+
+class Samples(list["Sample"]):
+    """Samples that were read together; what each has of a key is a part of one tensor, which collating then returns."""
+
+    def __init__(self, samples: Sequence[Sample], batch: Sample, pad_token_id: int | None = None) -> None:
+        """Take samples.
+
+        Args:
+            samples: The samples.
+            batch: Tensors whose rows they are; or whose rows they are the beginnings of, the rest being padding.
+            pad_token_id: In the second case, the id at padding.
+        """
+        super().__init__(samples)
+        self._batch = batch
+        self._pad_token_id = pad_token_id
+        self._read = [(sample, tuple(sample.items())) for sample in samples]
+
+    def batch(self, keys: tuple[str, ...], pad_token_id: int | None = None) -> Sample | None:
+        """Return `keys` of the batch, padded with this id, None: not padded.
+
+        There is none, too, if samples or their tensors were exchanged since they were read.
+        """
+        is_as_read = len(self) == len(self._read) and all(
+            found is sample and all(found.get(key) is tensor for key, tensor in items)
+            for found, (sample, items) in zip(self, self._read, strict=True)
+        )
+        is_there = is_as_read and pad_token_id == self._pad_token_id and self._batch.keys() >= set(keys)
+        return {key: self._batch[key] for key in keys} if is_there else None
+
+
+class OpenShard(Protocol):
+    """An open shard."""
+
+    def read_positions(self, key: str, row: int, start: int, into: torch.Tensor) -> None:
+        """Fill `into` from position `start` of a sample on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some positions of a key of a sample, and where they are to be."""
+
+    shard: OpenShard
+    key: str
+    row: int
+    start: int
+    into: torch.Tensor
+
+    def read(self) -> None:
+        """Read it."""
+        self.shard.read_positions(self.key, self.row, self.start, self.into)
+
+
+def cut_pieces(shard: OpenShard, key: str, row: int, into: torch.Tensor) -> Iterator[Piece]:
+    """Cut what is to be read of a sample, from its first position on, at about `PIECE_BYTES`."""
+    if into.dim() == 0 or into.nbytes <= PIECE_BYTES:
+        yield Piece(shard, key, row, 0, into)
+        return
+    step = max(1, len(into) * PIECE_BYTES // into.nbytes)
+    for start in range(0, len(into), step):
+        yield Piece(shard, key, row, start, into[start : start + step])
+
+
+class ReadThreads:
+    """Threads of this process to read on; they are started when they are needed and cross into no other process."""
+
+    def __init__(self, count: int) -> None:
+        """Read on at most `count` threads; with 1 on the calling one.
+
+        Raises:
+            ValueError: `count` below 1.
+        """
+        if count < 1:
+            raise ValueError(f"read_threads must be at least 1, found {count}")
+        self._count = count
+        self._pool: ThreadPoolExecutor | None = None
+        self._owner = 0
+
+    def __reduce__(self) -> tuple[type[ReadThreads], tuple[int]]:
+        """Leave the threads behind."""
+        return ReadThreads, (self._count,)
+
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Read all pieces; if any fails, the first error is raised once no thread reads any more."""
+        if self._count == 1 or sum(piece.into.nbytes for piece in pieces) < _ALONE_BELOW_BYTES:
+            for piece in pieces:
+                piece.read()
+            return
+        reads = [self._threads().submit(piece.read) for piece in pieces]
+        wait(reads)
+        for read in reads:
+            read.result()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._owner != os.getpid():
+            # A forked process has the pool of its parent, but not its threads.
+            self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="cache-read")
+            self._owner = os.getpid()
+        return self._pool
