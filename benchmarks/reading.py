@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import random
 import statistics
@@ -31,6 +30,8 @@ SHARD_BYTES = 1 << 28
 RAW_THREADS = (1, 2, 4, 8, 16)
 PIECE_BYTES = 1 << 23
 MEGABYTE = 1_000_000
+_STARTING = 6
+"""Batches after which workers run and have touched their memory once."""
 
 
 def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
@@ -45,7 +46,7 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
         cache = _Cache.make(work / f"{megabytes} MB", megabytes * MEGABYTE, total_bytes)
         yield from _hot_rows(cache, megabytes, rounds)
         yield from _cold_rows(cache, megabytes, rounds)
-    yield from _worker_rows(_Cache(work / "8 MB"), rounds)
+    yield from _worker_rows(_Cache.make(work / "workers", 8 * MEGABYTE, 4 * total_bytes), rounds)
     yield _longest_row(work, total_bytes, rounds)
 
 
@@ -82,6 +83,21 @@ class _Cache:
     def read(self, order: Sequence[int], **options: Any) -> None:
         for _ in CachedDataLoader(self.dataset, batch_size=BATCH, sampler=order, collate_fn=collate_dspark, **options):
             pass
+
+    def keep(self, order: Sequence[int]) -> None:
+        """Read, and hold all batches to the end: each goes into memory that was never used."""
+        list(CachedDataLoader(self.dataset, batch_size=BATCH, sampler=order, collate_fn=collate_dspark))
+
+    def pace(self, pause: float, **options: Any) -> float:
+        """Return the seconds from one batch to the next for a consumer that sleeps, once all has started."""
+        loader = CachedDataLoader(
+            self.dataset, batch_size=BATCH, sampler=self.in_order, collate_fn=collate_dspark, **options
+        )
+        stamps = []
+        for _ in loader:
+            stamps.append(time.perf_counter())
+            time.sleep(pause)
+        return (stamps[-1] - stamps[_STARTING]) / (len(stamps) - 1 - _STARTING)
 
     def read_plainly(self, order: Sequence[int], num_workers: int = 0) -> None:
         plain = PlainDataset(self.folder, len(self.dataset), self.dataset.shard_size)
@@ -120,33 +136,41 @@ class _Cache:
 
 
 def _hot_rows(cache: _Cache, megabytes: int, rounds: int) -> Iterator[Row]:
-    batch = cache.dataset.__getitems__(list(range(BATCH)))
-    tensors = list((batch.batch((HIDDEN, LAST_HIDDEN)) or {}).values())
-    repeats = math.ceil(len(cache.dataset) / BATCH)
+    batches = [cache.in_order[start : start + BATCH] for start in range(0, len(cache.in_order), BATCH)]
+    sizes = [len(batch) * cache.num_bytes // len(cache.in_order) for batch in batches]
+    source = torch.ones(sum(sizes), dtype=torch.uint8)
+    again = torch.ones(max(sizes), dtype=torch.uint8)
 
-    def copy() -> None:
-        for _ in range(repeats):
-            for tensor in tensors:
-                fresh = torch.empty_like(tensor)
-                ctypes.memmove(fresh.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+    def copy(kept: list[torch.Tensor] | None) -> None:
+        start = 0
+        for size in sizes:
+            into = again if kept is None else torch.empty(size, dtype=torch.uint8)
+            ctypes.memmove(into.data_ptr(), source.data_ptr() + start, size)
+            start += size
+            if kept is not None:
+                kept.append(into)
 
     seconds = in_turn(
         {
             "ours": lambda: cache.read(cache.in_order),
+            "ours, kept": lambda: cache.keep(cache.in_order),
             "ours shuffled": lambda: cache.read(cache.shuffled),
-            "memcpy": copy,
+            "memcpy": lambda: copy(None),
+            "memcpy, kept": lambda: copy([]),
             "plain": lambda: cache.read_plainly(cache.in_order),
             "plain shuffled": lambda: cache.read_plainly(cache.shuffled),
         },
         rounds,
     )
     name = f"read, hot, samples of {megabytes} MB"
-    rates = {way: f"{rate(cache.num_bytes / 1e9, taken):.2f}" for way, taken in seconds.items()}
-    detail = f"{rates['ours']} and {{}} GB/s"
-    yield _row(f"{name}: memcpy to fresh memory", seconds, "memcpy", "ours", 0.85, detail.format(rates["memcpy"]))
-    yield _row(f"{name}: plain reader", seconds, "plain", "ours", 1.0, detail.format(rates["plain"]))
-    shuffled = f"{rates['ours shuffled']} and {rates['plain shuffled']} GB/s"
-    yield _row(f"{name}, shuffled: plain reader", seconds, "plain shuffled", "ours shuffled", 1.0, shuffled)
+    for words, other, ours, target in (
+        ("memcpy to the same memory again", "memcpy", "ours", 0.85),
+        ("memcpy to fresh memory, batches kept", "memcpy, kept", "ours, kept", 0.85),
+        ("plain reader", "plain", "ours", 1.0),
+        ("plain reader, shuffled", "plain shuffled", "ours shuffled", 1.0),
+    ):
+        rates = [f"{rate(cache.num_bytes / 1e9, seconds[way]):.2f}" for way in (ours, other)]
+        yield _row(f"{name}: {words}", seconds, other, ours, target, " and ".join(rates) + " GB/s")
 
 
 def _row(name: str, seconds: dict[str, list[float]], other: str, ours: str, target: float, detail: str) -> Row:
@@ -156,7 +180,7 @@ def _row(name: str, seconds: dict[str, list[float]], other: str, ours: str, targ
 def _cold_rows(cache: _Cache, megabytes: int, rounds: int) -> Iterator[Row]:
     for word, order in (("in order", cache.in_order), ("shuffled", cache.shuffled)):
         ways: dict[str, Callable[[], object]] = {
-            "ours": lambda order=order: cache.read(order),  # type: ignore[misc]
+            "ours": lambda order=order: cache.read(order, read_ahead=2),  # type: ignore[misc]
             "plain": lambda order=order: cache.read_plainly(order),  # type: ignore[misc]
         }
         for threads in RAW_THREADS:
@@ -172,52 +196,33 @@ def _cold_rows(cache: _Cache, megabytes: int, rounds: int) -> Iterator[Row]:
 
 
 def _worker_rows(cache: _Cache, rounds: int) -> Iterator[Row]:
-    def consume(seconds: float, **options: Any) -> None:
-        loader = CachedDataLoader(
-            cache.dataset, batch_size=BATCH, sampler=cache.in_order, collate_fn=collate_dspark, **options
-        )
-        for _ in loader:
-            time.sleep(seconds)
-
     seconds = in_turn(
         {
             "ours": lambda: cache.read(cache.in_order, num_workers=2),
             "plain": lambda: cache.read_plainly(cache.in_order, num_workers=2),
-            "alone": lambda: cache.read(cache.in_order),
         },
         rounds,
     )
     detail = " and ".join(f"{rate(cache.num_bytes / 1e9, seconds[way]):.2f}" for way in ("ours", "plain")) + " GB/s"
     yield _row("read, hot, two workers each: plain reader", seconds, "plain", "ours", 2.0, detail)
-    batches = math.ceil(len(cache.dataset) / BATCH)
-    yield from _hiding_rows(cache, consume, batches, rounds)
+    for words, prepare in (("hot", _nothing), ("cold", cache.evict)):
+        for name, options in (("two workers", {"num_workers": 2}), ("read_ahead=2", {"read_ahead": 2})):
+            hidden, pauses = [], []
+            for _ in range(rounds):
+                prepare()
+                pauses.append(cache.pace(0.0))
+                prepare()
+                hidden.append(2 - cache.pace(pauses[-1], **options) / pauses[-1])
+            yield Row(
+                name=f"read, {words}, share hidden behind a consumer as slow, {name}",
+                ratio=statistics.median(hidden),
+                target=0.8 if "workers" in name and words == "cold" else None,
+                detail=f"{statistics.median(pauses) * 1e3:.1f} ms a batch",
+            )
 
 
-def _sleeping(seconds: float) -> Callable[[], None]:
-    return lambda: time.sleep(seconds)
-
-
-def _hiding_rows(cache: _Cache, consume: Callable[..., None], batches: int, rounds: int) -> Iterator[Row]:
-    """Give the share of the reading that is hidden behind a consumer that takes as long."""
-    alone = in_turn({"read": lambda: cache.read(cache.in_order)}, rounds)["read"]
-    pause = statistics.median(alone) / batches
-    for name, options in (("two workers", {"num_workers": 2}), ("read_ahead=2", {"read_ahead": 2})):
-        seconds = in_turn(
-            {
-                "read": lambda: cache.read(cache.in_order),
-                "consume": _sleeping(pause * batches),
-                "both": lambda options=options: consume(pause, **options),  # type: ignore[misc]
-            },
-            rounds,
-        )
-        hidden = statistics.median(
-            1 - (both - consumed) / read
-            for read, consumed, both in zip(seconds["read"], seconds["consume"], seconds["both"], strict=True)
-        )
-        target = 0.8 if "workers" in name else None
-        yield Row(
-            name=f"read, hot, hidden by {name}", ratio=hidden, target=target, detail=f"{pause * 1e3:.1f} ms a batch"
-        )
+def _nothing() -> None:
+    pass
 
 
 def _longest_row(work: Path, total_bytes: int, rounds: int) -> Row:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -60,8 +59,7 @@ class OpenShard(Protocol):
         """Fill `into` from position `start` of a sample on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Some positions of a key of a sample, and where they are to be."""
 
     shard: OpenShard
@@ -69,27 +67,42 @@ class Piece:
     row: int
     start: int
     into: torch.Tensor
-
-    def read(self) -> None:
-        """Read it."""
-        self.shard.read_positions(self.key, self.row, self.start, self.into)
+    num_bytes: int
 
 
-def cut_pieces(shard: OpenShard, key: str, row: int, into: torch.Tensor) -> Iterator[Piece]:
+def cut_pieces(shard: OpenShard, key: str, row: int, into: torch.Tensor) -> list[Piece]:
     """Cut what is to be read of a sample, from its first position on, at about `PIECE_BYTES`."""
-    if into.dim() == 0 or into.nbytes <= PIECE_BYTES:
-        yield Piece(shard, key, row, 0, into)
-        return
-    step = max(1, len(into) * PIECE_BYTES // into.nbytes)
-    for start in range(0, len(into), step):
-        yield Piece(shard, key, row, start, into[start : start + step])
+    size = into.nbytes
+    if size <= PIECE_BYTES or into.dim() == 0:
+        return [Piece(shard, key, row, 0, into, size)]
+    step = max(1, len(into) * PIECE_BYTES // size)
+    parts = [(start, into[start : start + step]) for start in range(0, len(into), step)]
+    return [Piece(shard, key, row, start, part, part.nbytes) for start, part in parts]
+
+
+def cut_shares(pieces: Sequence[Piece], num_bytes: int) -> list[list[Piece]]:
+    """Cut pieces into runs of at least `num_bytes` each, the last one aside."""
+    shares: list[list[Piece]] = []
+    left = 0
+    for piece in pieces:
+        if left <= 0:
+            shares.append([])
+            left = num_bytes
+        shares[-1].append(piece)
+        left -= piece.num_bytes
+    return shares
+
+
+def _read_all(pieces: Sequence[Piece]) -> None:
+    for shard, key, row, start, into, _ in pieces:
+        shard.read_positions(key, row, start, into)
 
 
 class ReadThreads:
     """Threads of this process to read on; they are started when they are needed and cross into no other process."""
 
     def __init__(self, count: int) -> None:
-        """Read on at most `count` threads; with 1 on the calling one.
+        """Read on at most `count` threads, the calling one included.
 
         Raises:
             ValueError: `count` below 1.
@@ -106,18 +119,22 @@ class ReadThreads:
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Read all pieces; if any fails, the first error is raised once no thread reads any more."""
-        if self._count == 1 or sum(piece.into.nbytes for piece in pieces) < _ALONE_BELOW_BYTES:
-            for piece in pieces:
-                piece.read()
+        total = sum(piece.num_bytes for piece in pieces)
+        if self._count == 1 or total < _ALONE_BELOW_BYTES:
+            _read_all(pieces)
             return
-        reads = [self._threads().submit(piece.read) for piece in pieces]
-        wait(reads)
+        own, *others = cut_shares(pieces, max(_ALONE_BELOW_BYTES, min(PIECE_BYTES, total // self._count)))
+        reads = [self._threads().submit(_read_all, share) for share in others]
+        try:
+            _read_all(own)
+        finally:
+            wait(reads)
         for read in reads:
             read.result()
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None or self._owner != os.getpid():
             # A forked process has the pool of its parent, but not its threads.
-            self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="cache-read")
+            self._pool = ThreadPoolExecutor(self._count - 1, thread_name_prefix="cache-read")
             self._owner = os.getpid()
         return self._pool

@@ -88,9 +88,9 @@ class PadToLongest:
 
 
 class CachedDataLoader(DataLoader["Sample"]):
-    """A `DataLoader` that may read ahead on a thread, and that says where an epoch stands.
+    """A `DataLoader` that may read ahead on threads, and that says where an epoch stands.
 
-    `state_dict` counts the batches that were delivered, not those that workers or the thread have read ahead; it and
+    `state_dict` counts the batches that were delivered, not those that workers or threads have read ahead; it and
     `load_state_dict` need a `CacheSampler`.
     """
 
@@ -99,8 +99,8 @@ class CachedDataLoader(DataLoader["Sample"]):
 
         Args:
             dataset: A map-style dataset.
-            read_ahead: Batches that a thread of this process reads ahead, without the shared memory that worker
-                processes need.
+            read_ahead: Batches that threads of this process read ahead, without the shared memory that worker
+                processes need. The dataset must be safe to read by two threads, as those of this package are.
             options: Those of `DataLoader`.
 
         Raises:
@@ -148,16 +148,17 @@ class CachedDataLoader(DataLoader["Sample"]):
             (), dtype=torch.int64
         ).random_()  # as torch's own iterators draw a seed for workers, before a sampler
         pending: deque[Future[Sample]] = deque()
-        with ThreadPoolExecutor(1, thread_name_prefix="cache-read-ahead") as thread:
+        # Two, so that the next batch is under way before the last piece of this one has come.
+        with ThreadPoolExecutor(min(2, self._read_ahead), thread_name_prefix="cache-read-ahead") as threads:
             try:
                 for indices in self.batch_sampler or ():
-                    pending.append(thread.submit(self._fetch, indices))
+                    pending.append(threads.submit(self._fetch, indices))
                     if len(pending) > self._read_ahead:
                         yield pending.popleft().result()
                 while pending:
                     yield pending.popleft().result()
             finally:
-                thread.shutdown(cancel_futures=True)
+                threads.shutdown(cancel_futures=True)
 
     def _fetch(self, indices: Sequence[int]) -> Sample:
         read_all = getattr(self.dataset, "__getitems__", None)
@@ -241,7 +242,7 @@ def build_cached_dataloader(
         distributed: Whether torch.distributed is initialised and each rank reads its share.
         seed: Of the order, together with the epoch; None: 0, or without `distributed` torch's global generator.
         shuffle_shards: How many shards are mixed at a time.
-        read_ahead: Batches that a thread of this process reads ahead; 0 with worker processes.
+        read_ahead: Batches that threads of this process read ahead; 0 with worker processes.
         pin_memory: Whether batches are page-locked; None: where CUDA is available.
 
     Raises:
@@ -296,7 +297,7 @@ def build_cached_dspark_dataloader(
         pad_to: "seq_length" or, of a ragged cache, "longest".
         seed: See `build_cached_dataloader`, as for what follows.
         shuffle_shards: How many shards are mixed at a time.
-        read_ahead: Batches that a thread of this process reads ahead.
+        read_ahead: Batches that threads of this process read ahead.
         read_threads: Threads of each process that read at a time.
         pin_memory: Whether batches are page-locked; without workers files are read straight into such memory.
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, batch_reading
-from dspark_cache.batch_reading import PIECE_BYTES, Piece, ReadThreads, Samples, cut_pieces
+from dspark_cache.batch_reading import PIECE_BYTES, Piece, ReadThreads, Samples, cut_pieces, cut_shares
 from dspark_cache.loaders import PadToLongest, collate_cached, collate_dspark
 from dspark_cache.schema import HIDDEN, INPUT_IDS
 from tests.caches import make_ragged
@@ -59,39 +59,53 @@ def test_pieces_cover_every_position_once(monkeypatch: pytest.MonkeyPatch, lengt
 
 def test_a_sample_that_is_one_number_is_one_piece() -> None:
     number, shard = torch.zeros((), dtype=torch.int64), Shard()
-    assert list(cut_pieces(shard, "a", 3, number)) == [Piece(shard, "a", 3, 0, number)]
+    assert cut_pieces(shard, "a", 3, number) == [Piece(shard, "a", 3, 0, number, 8)]
 
 
 def test_a_piece_is_some_megabytes() -> None:
     into = torch.empty(3 * PIECE_BYTES // 100, 100, dtype=torch.uint8)
-    assert next(cut_pieces(Shard(), "a", 0, into)).into.nbytes == PIECE_BYTES // 100 * 100
+    assert cut_pieces(Shard(), "a", 0, into)[0].num_bytes == PIECE_BYTES // 100 * 100
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [1] * 7, [4, 1, 1, 1, 9, 2], [3, 3, 3]])
+@pytest.mark.parametrize("share", [1, 3, 4, 100])
+def test_shares_hold_all_pieces_in_order_and_enough_of_them(sizes: list[int], share: int) -> None:
+    pieces = [Piece(Shard(), "a", 0, 0, torch.empty(0), size) for size in sizes]
+    shares = cut_shares(pieces, share)
+    assert all(one is other for one, other in zip((p for each in shares for p in each), pieces, strict=True))
+    assert all(sum(piece.num_bytes for piece in each) >= share for each in shares[:-1])
+    assert all(sum(piece.num_bytes for piece in each[:-1]) < share for each in shares)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------
 
 
 def pieces_of(shard: Shard, num_bytes: int) -> list[Piece]:
-    return [Piece(shard, "a", 0, start, torch.zeros(1, num_bytes // 4, dtype=torch.uint8)) for start in range(4)]
+    size = num_bytes // 4
+    return [Piece(shard, "a", 0, start, torch.zeros(1, size, dtype=torch.uint8), size) for start in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("count", "num_bytes", "on_threads"), [(1, 1 << 20, False), (2, (1 << 20) - 4, False), (2, 1 << 20, True)]
+    ("count", "num_bytes", "on_threads"), [(1, 4 << 20, False), (2, (1 << 20) - 4, False), (2, 4 << 20, True)]
 )
 def test_what_is_small_and_what_has_one_thread_is_read_by_the_caller(
     count: int, num_bytes: int, on_threads: bool
 ) -> None:
     shard = Shard()
     ReadThreads(count).read(pieces_of(shard, num_bytes))
-    assert (shard.threads == {threading.current_thread().name}) is not on_threads
-    assert all(name.startswith("cache-read") for name in shard.threads) is on_threads
-    assert len(shard.threads) <= count
+    others = shard.threads - {threading.current_thread().name}
+    assert len(shard.threads) - len(others) == 1
+    assert bool(others) is on_threads
+    assert all(name.startswith("cache-read") for name in others)
+    assert len(others) < max(count, 1)
 
 
-def test_the_first_error_is_raised_when_all_have_ended() -> None:
-    shard = Shard(fails_at=1)
-    with pytest.raises(OSError, match=r"^position 1$"):
-        ReadThreads(3).read(pieces_of(shard, 1 << 20))
-    assert len(shard.asked) == 4
+@pytest.mark.parametrize("fails_at", range(4))
+def test_an_error_is_raised_when_all_have_ended(fails_at: int) -> None:
+    shard = Shard(fails_at=fails_at)
+    with pytest.raises(OSError, match=rf"^position {fails_at}$"):
+        ReadThreads(3).read(pieces_of(shard, 4 << 20))
+    assert {start for _, _, start, _ in shard.asked} >= {0, 1, 2, 3} - {fails_at + 1}
 
 
 @pytest.mark.parametrize("count", [0, -1])
@@ -103,21 +117,21 @@ def test_no_thread_is_refused(count: int) -> None:
 def test_threads_are_started_once_and_left_behind_by_pickling() -> None:
     threads, shard = ReadThreads(2), Shard()
     for _ in range(3):
-        threads.read(pieces_of(shard, 1 << 20))
+        threads.read(pieces_of(shard, 4 << 20))
     assert len(shard.threads) <= 2
     other, there = pickle.loads(pickle.dumps(threads)), Shard()
-    other.read(pieces_of(there, 1 << 20))
+    other.read(pieces_of(there, 4 << 20))
     assert len(there.asked) == 4
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_process_starts_its_own() -> None:
     threads = ReadThreads(2)
-    threads.read(pieces_of(Shard(), 1 << 20))
+    threads.read(pieces_of(Shard(), 4 << 20))
     pid = os.fork()
     if pid == 0:
         shard = Shard()
-        threads.read(pieces_of(shard, 1 << 20))
+        threads.read(pieces_of(shard, 4 << 20))
         os._exit(7 if len(shard.asked) == 4 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
