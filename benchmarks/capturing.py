@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks.plain import capture_plainly, write_plainly
 from benchmarks.ratios import Row, in_turn, rate, ratio
-from dspark_cache.blocks import BlockStore, PlannedBlock, cut_batches
+from dspark_cache.blocks import BlockStore, PlannedBlock
 from dspark_cache.capture import BlockCapturer, Crew, Wanted, compute_blocks, host_blocks, plan_due
-from dspark_cache.forward import Capturer, capture_environment, pad_batch
+from dspark_cache.forward import Capturer, States, capture_environment, pad_batch
 from dspark_cache.ranks import Group, Peers, SharedProgress
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK
 from dspark_cache.settings import RuntimeSettings
@@ -38,8 +40,8 @@ def capture_samples(
     max_tokens: int,
     block_bytes: int,
     capturer: Capturer | None = None,
-) -> float:
-    """Capture samples into blocks in `folder`, as the stage does; return the seconds that it took.
+) -> tuple[float, int]:
+    """Capture samples into blocks in `folder`, as the stage does; return the seconds that it took, and their bytes.
 
     Args:
         target: The target.
@@ -79,7 +81,21 @@ def capture_samples(
         with SharedProgress.of(peers, "capture", due.num_tokens, "tok", done=0) as progress:
             waiting = host_blocks(runtime.host_memory_gb, block_bytes) - 1
             compute_blocks(due.blocks, read_block, writer, crew, progress, waiting)
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+    blocks, _ = store.finished_blocks()
+    return seconds, sum(block.num_bytes for block in blocks.values())
+
+
+class _NotingCapturer(Capturer):
+    """Notes the batches that it ran."""
+
+    def __init__(self, target: Target, layer_ids: Sequence[int], hidden_size: int) -> None:
+        super().__init__(target, layer_ids, hidden_size)
+        self.batches: list[torch.Tensor] = []
+
+    def __call__(self, samples: Sequence[torch.Tensor]) -> States:
+        self.batches.append(pad_batch(samples))
+        return super().__call__(samples)
 
 
 def rows(work: Path, target: Target, name: str, samples: Sequence[torch.Tensor], rounds: int) -> Iterator[Row]:
@@ -96,11 +112,14 @@ def rows(work: Path, target: Target, name: str, samples: Sequence[torch.Tensor],
     seq_length = max(4 * tokens // len(samples), *map(len, samples))
     layer_ids = build_target_layer_ids(target.model.config.num_hidden_layers, 5)
 
+    capturer = _NotingCapturer(target, layer_ids, target.model.config.hidden_size)
+
     def ours() -> None:
         folder = work / "blocks"
-        shutil.rmtree(folder, ignore_errors=True)
+        capturer.batches.clear()
         block = tokens * target.model.config.hidden_size * (len(layer_ids) + 1) * target.model.dtype.itemsize // 3
-        capture_samples(target, samples, folder, max_tokens=MAX_TOKENS, block_bytes=max(1, block))
+        options = {"max_tokens": MAX_TOKENS, "block_bytes": max(1, block)}
+        capture_samples(target, samples, folder, capturer=capturer, **options)
 
     def plain() -> None:
         ids = torch.zeros(len(samples), seq_length, dtype=torch.int64)
@@ -116,12 +135,14 @@ def rows(work: Path, target: Target, name: str, samples: Sequence[torch.Tensor],
         write_plainly(work / "plain.safetensors", batches)
 
     def bare() -> None:
-        lengths = [len(sample) for sample in samples]
         with torch.no_grad():
-            for batch in cut_batches(lengths, MAX_TOKENS):
-                target.base(input_ids=pad_batch([samples[index] for index in batch]), use_cache=False)
+            for batch in capturer.batches:
+                target.base(input_ids=batch, use_cache=False)
 
-    seconds = in_turn({"ours": ours, "plain": plain, "bare": bare}, rounds)
+    def clear() -> None:
+        shutil.rmtree(work / "blocks", ignore_errors=True)
+
+    seconds = in_turn({"ours": ours, "plain": plain, "bare": bare}, rounds, clear)
     factor = len(samples) * seq_length / tokens
     rates = {way: f"{rate(tokens, taken):,.0f}" for way, taken in seconds.items()}
     detail = f"{rates['ours']} and {{}} real tokens/s"
@@ -141,10 +162,6 @@ def rows(work: Path, target: Target, name: str, samples: Sequence[torch.Tensor],
 
 def real_samples(conversations: Path, target: Path, count: int, most: int) -> list[torch.Tensor]:
     """Return the ids of conversations, each cut to `most` tokens, as rendered by the target's chat template."""
-    import json
-
-    from transformers import AutoTokenizer
-
     tokenizer: Any = AutoTokenizer.from_pretrained(target)
     with conversations.open(encoding="utf-8") as lines:
         messages = [json.loads(line)["messages"] for line, _ in zip(lines, range(count), strict=False)]

@@ -17,13 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from dspark_cache.blocks import BlockStore, PlannedBlock
-from dspark_cache.capture import BlockCapturer, Crew, Wanted, compute_blocks, host_blocks, plan_due
-from dspark_cache.forward import Capturer, States, capture_environment, pick_device
-from dspark_cache.ranks import Group, Peers, SharedProgress
-from dspark_cache.settings import RuntimeSettings
-from dspark_cache.target import as_target
-from dspark_cache.tokens import sample_key
+from benchmarks.capturing import capture_samples
+from dspark_cache.forward import Capturer, States, pick_device
+from dspark_cache.target import as_target, build_target_layer_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,32 +125,10 @@ class Captured:
 def capture(target: Target, samples: Sequence[torch.Tensor], folder: Path, size: str, max_tokens: int) -> Captured:
     """Capture all samples into blocks in `folder`, as the stage does."""
     layers, hidden_size = target.model.config.num_hidden_layers, target.model.config.hidden_size
-    layer_ids = sorted({round(1 + index * (layers - 3) / 4) for index in range(5)})
-    dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[target.model.dtype]
-    identity = {"hidden_size": hidden_size, "target_layer_ids": layer_ids, "compute_dtype": dtype}
-    runtime = RuntimeSettings(max_tokens_per_batch=max_tokens)
-    store = BlockStore(folder, identity)
-    by_key = {sample_key(sample): sample for sample in samples}
-    capturer = TimedCapturer(target, layer_ids, hidden_size)
-    environment = capture_environment(target.device, runtime)
-    writer = BlockCapturer(capturer, store, environment, drop_nonfinite=False, describe=str)
-
-    def read_block(planned: PlannedBlock) -> tuple[PlannedBlock, list[torch.Tensor]]:
-        return planned, [by_key[key] for key in planned.samples]
-
-    peers = Peers.alone()
-    with store.lock():
-        store.prepare()
-        wanted = Wanted(lengths={key: len(sample) for key, sample in by_key.items()})
-        due = plan_due(store, wanted, block_bytes=BLOCK_BYTES[size], runtime=runtime)
-        crew = Crew(peers=peers, group=Group(), parallelism="replicate")
-        begin = time.perf_counter()
-        with SharedProgress.of(peers, "capture", due.num_tokens, "tok", done=0) as progress:
-            waiting = host_blocks(runtime.host_memory_gb, BLOCK_BYTES[size]) - 1
-            compute_blocks(due.blocks, read_block, writer, crew, progress, waiting)
-        seconds = time.perf_counter() - begin
-    blocks, _ = store.finished_blocks()
-    return Captured(seconds, capturer.busy_seconds(), sum(block.num_bytes for block in blocks.values()))
+    capturer = TimedCapturer(target, build_target_layer_ids(layers, 5), hidden_size)
+    options: dict[str, Any] = {"max_tokens": max_tokens, "block_bytes": BLOCK_BYTES[size], "capturer": capturer}
+    seconds, num_bytes = capture_samples(target, samples, folder, **options)
+    return Captured(seconds, capturer.busy_seconds(), num_bytes)
 
 
 def measure(work: Path, size: str, device: torch.device, max_tokens: int) -> dict[str, Any]:

@@ -36,10 +36,16 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
     """
     token_bytes = Sizes(lengths=[], seq_length=1).token_bytes
     sizes = Sizes(lengths=[SEQ_LENGTH] * (total_bytes // token_bytes // SEQ_LENGTH), seq_length=SEQ_LENGTH)
-    cache, copy = work / "written", work / "copy"
-    _write(cache, sizes, "ragged")
+    cache, fp8, copy = work / "written", work / "fp8", work / "copy"
+    make_cache(cache, sizes, "ragged", shard_bytes=1 << 40)
     content = (cache / shard_name(0)).read_bytes()
     source = MadeRows(sizes, "bf16")
+
+    def clear() -> None:
+        for folder in (cache, fp8):
+            shutil.rmtree(folder, ignore_errors=True)
+        copy.unlink(missing_ok=True)
+        os.sync()
 
     def raw() -> None:
         descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -59,13 +65,14 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
 
     seconds = in_turn(
         {
-            "ours": lambda: _write(cache, sizes, "ragged"),
+            "ours": lambda: make_cache(cache, sizes, "ragged", shard_bytes=1 << 40),
             "raw": raw,
             "sha256": lambda: hashlib.sha256(content).hexdigest(),
             "plain": plain,
-            "to fp8": lambda: _write(work / "fp8", replace(sizes, dtype="fp8_e4m3"), "ragged"),
+            "to fp8": lambda: make_cache(fp8, replace(sizes, dtype="fp8_e4m3"), "ragged", shard_bytes=1 << 40),
         },
         rounds,
+        clear,
     )
     gigabytes = len(content) / 1e9
     rates = {way: rate(gigabytes, taken) for way, taken in seconds.items()}
@@ -88,8 +95,9 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
         target=None,
         detail=f"{rates['to fp8']:.2f} GB/s of bf16",
     )
+    clear()
     before = bytes_written()
-    _write(cache, sizes, "ragged")
+    make_cache(cache, sizes, "ragged", shard_bytes=1 << 40)
     written = bytes_written() - before
     there = sum(path.stat().st_size for path in cache.iterdir())
     yield Row(
@@ -98,11 +106,6 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
         target=0.999,
         detail=f"{there / 1e6:.1f} and {written / 1e6:.1f} MB",
     )
-
-
-def _write(cache: Path, sizes: Sizes, layout: str) -> None:
-    shutil.rmtree(cache, ignore_errors=True)
-    make_cache(cache, sizes, layout, shard_bytes=1 << 40)
 
 
 def _sync(path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dspark_cache.memory import empty
 from dspark_cache.schema import FP8, STORED_DTYPES
 
 if TYPE_CHECKING:
@@ -43,22 +44,30 @@ def quantise(rows: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.T
     Returns:
         The numbers, float8_e4m3fn [T, k * H], and the scales, float32 [T, k].
     """
-    numbers = torch.empty(rows.shape, dtype=STORED_DTYPES[FP8])
+    numbers = empty(tuple(rows.shape), STORED_DTYPES[FP8])
     scales = torch.empty(len(rows), num_layers)
+    # One copy to work on for all parts: on a thread the allocator gives memory back to the system at once.
+    scratch = torch.empty(
+        (min(len(rows), _part_tokens(rows)), num_layers, rows.shape[1] // num_layers), dtype=torch.bfloat16
+    )
     for part, into, scale in _parts(rows, numbers, scales):
-        layers = part.to(torch.bfloat16).view(*scale.shape, -1)
-        exponents = _exponents(largest_magnitudes_(layers.clone()).float())
+        layers, work = part.view(*scale.shape, -1), scratch[: len(part)]
+        exponents = _exponents(largest_magnitudes_(work.copy_(layers)).float())
         torch.ldexp(torch.ones_like(scale), exponents, out=scale)
         inverse = torch.ldexp(torch.ones_like(scale), -exponents).to(torch.bfloat16)
-        into.view(layers.shape).copy_(layers * inverse[..., None])
+        into.view(layers.shape).copy_(work.copy_(layers).mul_(inverse[..., None]))
     return numbers, scales
 
 
 def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Cut tensors [T, ...] alike into parts of so many tokens that those of the first have few enough numbers."""
-    step = max(1, _PART_NUMBERS // tensors[0].shape[1])
+    step = _part_tokens(tensors[0])
     for start in range(0, len(tensors[0]), step):
         yield tuple(tensor[start : start + step] for tensor in tensors)
+
+
+def _part_tokens(rows: torch.Tensor) -> int:
+    return max(1, _PART_NUMBERS // rows.shape[1])
 
 
 def _exponents(largest: torch.Tensor) -> torch.Tensor:
@@ -76,9 +85,10 @@ def are_scales_right(scales: torch.Tensor, states: torch.Tensor) -> bool:
     return bool(((fractions == 0.5) & ~is_too_large).all())
 
 
-def dequantise(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return states [T, k * H] in bf16 from what `quantise` gave."""
-    states = torch.empty(numbers.shape, dtype=torch.bfloat16)
+def dequantise(numbers: torch.Tensor, scales: torch.Tensor, states: torch.Tensor | None = None) -> torch.Tensor:
+    """Return states [T, k * H] in bf16 from what `quantise` gave; they are written to `states`, if that is given."""
+    if states is None:
+        states = empty(tuple(numbers.shape), torch.bfloat16)
     for part, scale, into in _parts(numbers, scales, states):
         if numbers.shape[1] % 2:
             into.copy_(part)

@@ -201,4 +201,5 @@ class RaggedShard:
             for begin in range(0, len(into), step):
                 part = into[begin : begin + step]
                 rows = (first + begin, first + begin + len(part))
-                part.copy_(dequantise(*(self._states.read_rows(name, *rows) for name in (key, SCALES_OF[key]))))
+                numbers, scales = (self._states.read_rows(name, *rows) for name in (key, SCALES_OF[key]))
+                dequantise(numbers, scales, part)

@@ -10,8 +10,6 @@ import hashlib
 from array import array
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -49,9 +47,11 @@ from dspark_cache.shard_stream import StreamedFile, open_stream
 from dspark_cache.shards import num_shards, shard_name, shard_rows
 from dspark_cache.strict_json import ensure_no_foreign_link, is_same_json, printable
 from dspark_cache.supervision import Supervision, supervision_faults
+from dspark_cache.threads import torch_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from concurrent.futures import Future
 
     from dspark_cache.shard_file import ShardFile
     from dspark_cache.tokens import Tokens
@@ -541,7 +541,7 @@ class _ShardTask:
 def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: Callable[[int], None]) -> None:
     """Check shards on threads, which hashing and torch leave free to run; take the results in the shards' order."""
     before = len(report.findings)
-    with _threads(num_threads) as threads:
+    with torch_threads(num_threads, "verify") as threads:
         pending: deque[Future[tuple[list[Finding], Supervision]]] = deque()
         shards = iter(range(len(task.cache.shard_samples)))
         try:
@@ -555,17 +555,6 @@ def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: C
                 advance(1)
         finally:
             threads.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Give threads in each of which torch computes on one processor, so that together they take that many."""
-    everywhere = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(number, "verify", torch.set_num_threads, (1,)) as threads:
-            yield threads
-    finally:
-        torch.set_num_threads(everywhere)  # threads begin with what any thread has set last
 
 
 def _expected(cache: CacheFolder, tokens: Tokens | None, kept: list[int] | None, report: Report) -> Expected | None:

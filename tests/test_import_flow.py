@@ -13,10 +13,11 @@ import dspark_cache
 FLOW = [
     "errors",
     "schema",
-    "fp8",
     "strict_json",
     "files",
     "memory",
+    "threads",
+    "fp8",
     "shard_file",
     "manifest",
     "shards",
