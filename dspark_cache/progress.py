@@ -19,6 +19,7 @@ class Progress:
 
     def __init__(self, name: str, total: int | None, unit: str, *, done: int = 0) -> None:
         """Start at `done` of `total` units; None where the total is not known."""
+        tqdm.monitor_interval = 0  # a thread of its own, beside which no worker is forked
         self._is_terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=total,

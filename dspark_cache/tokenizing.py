@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from array import array
@@ -43,6 +44,7 @@ _CHUNK_ROWS: Final = 32
 _CHUNK_BYTES: Final = 1 << 20
 _CHUNKS_PER_WORKER: Final = 4
 
+_FORK_SECONDS: Final = 0.1
 _LONGEST_START_SECONDS: Final = 20.0
 _STARTS_TO_SAVE: Final = 2
 _MEASURED_SHARE_OF_START: Final = 0.25
@@ -230,14 +232,14 @@ def tokenize_rows(
         num_workers: Most processes that tokenise, this one included; nor are there more than processors.
         tokenizer: That of `source`, if the caller has loaded it.
         limit: Rows that the caller will take at least, where it may stop early.
-        start_seconds: From the start of a worker to its first sample; None: the processor time of this process,
-            which has imported and loaded what a worker has to, up to 20 s.
+        start_seconds: From the start of a worker to its first sample; None: next to nothing if it is forked, else the
+            processor time of this process, which has imported and loaded what a worker has to, up to 20 s.
     """
     make = ConversationTokenizer(load_tokenizer(source) if tokenizer is None else tokenizer, chat_template, options)
     plan = WorkerPlan(
         processes=max(1, min(num_workers, _usable_processors())),
         num_rows=len(order) if limit is None else min(limit, len(order)),
-        start_seconds=min(time.process_time(), _LONGEST_START_SECONDS) if start_seconds is None else start_seconds,
+        start_seconds=_start_seconds() if start_seconds is None else start_seconds,
     )
     remaining = iter(order)
     seconds = 0.0
@@ -249,6 +251,10 @@ def tokenize_rows(
         if plan.pays(done, seconds):
             settings = (source, chat_template, options)
             yield from _tokenize_parallel(rows, remaining, make, settings, plan.processes - 1)
+
+
+def _start_seconds() -> float:
+    return _FORK_SECONDS if start_method() == "fork" else min(time.process_time(), _LONGEST_START_SECONDS)
 
 
 def _usable_processors() -> int:
@@ -275,10 +281,13 @@ def _tokenize_parallel(
     num_workers: int,
 ) -> Iterator[tuple[int, TokenizedSample | RowError]]:
     """Start workers, work in this process alone until the first is ready, then together with them."""
-    context = multiprocessing.get_context("spawn")
+    global _worker
+    context = multiprocessing.get_context(start_method())
     executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=settings)
     try:
+        _worker = make
         ready = [executor.submit(_work, []) for _ in range(num_workers)]
+        _worker = None
         for index in remaining:
             yield index, _tokenize(make, rows.fetch(index))
             if any(future.done() for future in ready):
@@ -340,14 +349,20 @@ def _spread(
 
 
 _worker: ConversationTokenizer | None = None
-"""The tokenizer of this worker process; None in every other process."""
+"""The tokenizer of this worker process; in others None but while workers are forked."""
+
+
+def start_method() -> str:
+    """Return how workers are started: by fork, in no time, where no other thread could hold a lock just then."""
+    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
 
 
 def _start_worker(source: TokenizerSource, chat_template: str, options: TokenizeOptions) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _worker = ConversationTokenizer(load_tokenizer(source), chat_template, options)
+    if _worker is None:
+        _worker = ConversationTokenizer(load_tokenizer(source), chat_template, options)
 
 
 def _die_with_parent() -> None:

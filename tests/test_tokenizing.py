@@ -322,7 +322,7 @@ def test_workers_give_what_one_process_gives(mixed_rows: Rows) -> None:
 
 @pytest.mark.parametrize(
     ("num_workers", "limit", "start_seconds"),
-    [(0, None, 0.0), (1, None, 0.0), (2, None, 1e6), (2, None, None), (2, 1, 0.0)],
+    [(0, None, 0.0), (1, None, 0.0), (2, None, 1e6), (2, 1, 0.0)],
 )
 def test_no_worker_is_started_where_it_does_not_pay(
     mixed_rows: Rows, num_workers: int, limit: int | None, start_seconds: float | None
@@ -531,3 +531,52 @@ def test_ids_that_the_target_does_not_know_are_refused() -> None:
     assert token_row({"vocab_size": 8}, input_ids=[7], loss_mask=[1]).input_ids == [7]
     with pytest.raises(RowError, match=r"token id 8: the target has 8 embeddings only"):
         token_row({"vocab_size": 8}, input_ids=[1, 8], loss_mask=[1, 1])
+
+
+FORKED = """
+import multiprocessing, os, signal, sys, threading
+from pathlib import Path
+from dspark_cache import tokenizing
+from dspark_cache.errors import SettingsError
+from dspark_cache.rows import open_source
+
+target, data, kill = sys.argv[1:]
+source = tokenizing.TokenizerSource(path=target, trust_remote_code=False)
+tokenizer = tokenizing.load_tokenizer(source)
+options = tokenizing.TokenizeOptions(seq_length=64, mask_reasoning_content=False, mask_generation_prompt=False)
+settings = (source, tokenizer.chat_template, options)
+rows = open_source(Path(data), Path(data).parent).rows
+assert tokenizing.start_method() == "fork"
+serial = list(tokenizing.tokenize_rows(rows, range(len(rows)), *settings, 0, tokenizer=tokenizer))
+tokenizing.load_tokenizer = None  # a forked worker has it at once
+children, found = set(), []
+try:
+    for pair in tokenizing.tokenize_rows(rows, range(len(rows)), *settings, 2, tokenizer=tokenizer, start_seconds=0):
+        found.append(pair)
+        alive = {child.pid for child in multiprocessing.active_children()}
+        if kill == "kill" and alive and not children:
+            os.kill(min(alive), signal.SIGKILL)
+        children |= alive
+except SettingsError as error:
+    assert kill == "kill" and "a tokenizing worker ended without an answer" in str(error)
+else:
+    assert kill == "no" and found == serial and len(children) == 1
+assert not multiprocessing.active_children()
+held = threading.Event()
+threading.Thread(target=held.wait, daemon=True).start()
+assert tokenizing.start_method() == "spawn"
+print("done")
+"""
+
+
+@needs_two_processors
+@pytest.mark.parametrize("kill", ["no", "kill"])
+def test_a_process_of_one_thread_forks_workers_that_need_load_nothing(tmp_path: Path, kill: str) -> None:
+    data = tmp_path / "rows.jsonl"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "there " * 9}]
+    data.write_text((json.dumps({"messages": messages}) + "\n") * 4000)
+    target = Path(__file__).parents[1] / "inputs/target"
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, target, data, kill], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.stdout == "done\n", done.stderr

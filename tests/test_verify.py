@@ -1420,7 +1420,7 @@ def test_no_shard_is_begun_after_an_exception(
     def advance(_: int) -> None:
         raise fault
 
-    monkeypatch.setattr("dspark_cache.verify.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("dspark_cache.threads.ThreadPoolExecutor", Pool)
     held.fault = fault if raised_by == "tokens" else None
     tokens: Any = held
     with pytest.raises(type(fault)) as caught:
