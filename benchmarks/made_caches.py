@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from dspark_cache.cache_writer import write_cache
 from dspark_cache.files import put_file
 from dspark_cache.manifest import build_cache_manifest
 from dspark_cache.provenance import Provenance
-from dspark_cache.schema import EMBED_KEY, HIDDEN, INPUT_IDS, LOSS_MASK, STORED_DTYPES
+from dspark_cache.schema import EMBED_KEY, HIDDEN, INPUT_IDS, LOSS_MASK, STAGE_VERSIONS, STORED_DTYPES
 from dspark_cache.shard_file import write_tensors
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ def made_plan(sizes: Sizes, layout: str, *, shard_size: int, shard_bytes: int) -
         chat_template_sha256=hashlib.sha256(b"").hexdigest(),
         mask_generation_prompt=False,
     )
-    provenance = Provenance(layout=layout, shards_version=0, pad_token_id=0, tokens={}, capture={}, held_out={})
+    provenance = Provenance(
+        layout=layout, shards_version=STAGE_VERSIONS["shards"], pad_token_id=0, tokens={}, capture={}, held_out={}
+    )
     return plan_cache(manifest, dict(enumerate(sizes.lengths)), shard_bytes=shard_bytes, provenance=provenance)
 
 
@@ -107,6 +110,15 @@ def make_cache(folder: Path, sizes: Sizes, layout: str, *, shard_bytes: int) -> 
     shard_size = max(1, shard_bytes // (sizes.token_bytes * sizes.seq_length))
     plan = made_plan(sizes, layout, shard_size=shard_size, shard_bytes=shard_bytes)
     write_cache(folder, plan, MadeRows(sizes, "bf16"), lambda path: _put_weights(path, sizes), lambda _: None)
+
+
+def evict(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def _put_weights(path: Path, sizes: Sizes) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.made_caches import Sizes, make_cache
+from benchmarks.made_caches import Sizes, evict, make_cache
 from benchmarks.plain import PlainDataset, plain_loader
 from benchmarks.ratios import Row, in_turn, rate, ratio
 from dspark_cache import CachedDSparkDataset
@@ -73,12 +73,7 @@ class _Cache:
         return len(self.dataset) * sum(spec.num_bytes for spec in specs)
 
     def evict(self) -> None:
-        """Drop the cache's files from the page cache."""
-        for path in self.folder.iterdir():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+        evict(self.folder)
 
     def read(self, order: Sequence[int], **options: Any) -> None:
         for _ in CachedDataLoader(self.dataset, batch_size=BATCH, sampler=order, collate_fn=collate_dspark, **options):

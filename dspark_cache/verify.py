@@ -466,8 +466,8 @@ def verify_cache(
         level: One of `VERIFY_LEVELS`.
         tokens: The tokens it was made from, where they are at hand.
         kept: Index in `tokens` of each sample of the cache; None: all of them, in order.
-        num_threads: Shards checked at a time; each takes 2 MiB of memory, and for each position of its shard 5 to 16
-            bytes and 2 to 7 for each layer.
+        num_threads: Processors to use. Twice as many shards are checked at a time, each of which takes 2 MiB of
+            memory, and for each of its positions 5 to 16 bytes and 2 to 7 for each layer.
         advance: Told of each shard that was checked.
 
     Raises:
@@ -539,9 +539,12 @@ class _ShardTask:
 
 
 def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: Callable[[int], None]) -> None:
-    """Check shards on threads, which hashing and torch leave free to run; take the results in the shards' order."""
+    """Check shards on threads, which hashing and torch leave free to run; take the results in the shards' order.
+
+    There are twice as many as are to compute: while one waits for the disk, another has the processor.
+    """
     before = len(report.findings)
-    with torch_threads(num_threads, "verify") as threads:
+    with torch_threads(2 * num_threads, "verify") as threads:
         pending: deque[Future[tuple[list[Finding], Supervision]]] = deque()
         shards = iter(range(len(task.cache.shard_samples)))
         try:
