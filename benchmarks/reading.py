@@ -17,6 +17,7 @@ from benchmarks.plain import PlainDataset, plain_loader
 from benchmarks.ratios import Row, in_turn, rate, ratio
 from dspark_cache import CachedDSparkDataset
 from dspark_cache.loaders import CachedDataLoader, build_cached_dspark_dataloader, collate_dspark
+from dspark_cache.samplers import shard_order
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN
 from dspark_cache.shard_file import ShardFile
 from dspark_cache.shards import shard_name
@@ -30,24 +31,28 @@ SHARD_BYTES = 1 << 28
 RAW_THREADS = (1, 2, 4, 8, 16)
 PIECE_BYTES = 1 << 23
 MEGABYTE = 1_000_000
+SAMPLES = (1, 8, 50)
+WORKERS_SAMPLE = 8 * MEGABYTE
 _STARTING = 6
 """Batches after which workers run and have touched their memory once."""
 
 
-def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
+def rows(work: Path, total_bytes: int, rounds: int, *, megabytes: Sequence[int] = SAMPLES) -> Iterator[Row]:
     """Measure and give the rows.
 
     Args:
         work: Empty folder on the disk to read from.
         total_bytes: Size of each cache.
         rounds: How often.
+        megabytes: Sizes of samples.
     """
-    for megabytes in (1, 8, 50):
-        cache = _Cache.make(work / f"{megabytes} MB", megabytes * MEGABYTE, total_bytes)
-        yield from _hot_rows(cache, megabytes, rounds)
-        yield from _cold_rows(cache, megabytes, rounds)
-    yield from _worker_rows(_Cache.make(work / "workers", 8 * MEGABYTE, 4 * total_bytes), rounds)
+    for size in megabytes:
+        cache = _Cache.make(work / f"{size} MB", size * MEGABYTE, total_bytes)
+        yield from _hot_rows(cache, size, rounds)
+        yield from _cold_rows(cache, size, rounds)
+    yield from _worker_rows(_Cache.make(work / "workers", WORKERS_SAMPLE, 4 * total_bytes), rounds)
     yield _longest_row(work, total_bytes, rounds)
+    yield from _mix_rows()
 
 
 class _Cache:
@@ -58,6 +63,8 @@ class _Cache:
         self.dataset = CachedDSparkDataset(folder)
         self.in_order = list(range(len(self.dataset)))
         self.shuffled = random.Random(0).sample(self.in_order, len(self.in_order))
+        generator = torch.Generator().manual_seed(0)
+        self.by_shard: list[int] = shard_order(self.dataset.shard_samples, 2, generator).tolist()
 
     @classmethod
     def make(cls, folder: Path, sample_bytes: int, total_bytes: int) -> _Cache:
@@ -173,7 +180,7 @@ def _row(name: str, seconds: dict[str, list[float]], other: str, ours: str, targ
 
 
 def _cold_rows(cache: _Cache, megabytes: int, rounds: int) -> Iterator[Row]:
-    for word, order in (("in order", cache.in_order), ("shuffled", cache.shuffled)):
+    for word, order in (("in order", cache.in_order), ("shuffled", cache.shuffled), ("by shard", cache.by_shard)):
         ways: dict[str, Callable[[], object]] = {
             "ours": lambda order=order: cache.read(order, read_ahead=2),  # type: ignore[misc]
             "plain": lambda order=order: cache.read_plainly(order),  # type: ignore[misc]
@@ -214,6 +221,32 @@ def _worker_rows(cache: _Cache, rounds: int) -> Iterator[Row]:
                 target=0.8 if "workers" in name and words == "cold" else None,
                 detail=f"{statistics.median(pauses) * 1e3:.1f} ms a batch",
             )
+
+
+def _mix_rows() -> Iterator[Row]:
+    """Give how random orders by shard are: the distinct shards of a batch by those of one that is wholly shuffled."""
+    shards, samples = 1000, 45
+    of_shard = torch.arange(shards * samples) // samples
+    generator = torch.Generator().manual_seed(0)
+
+    def measured(order: torch.Tensor) -> tuple[float, float, float]:
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        batches = of_shard[order][: len(order) // BATCH * BATCH].view(-1, BATCH).tolist()
+        displacement = float((places - torch.arange(len(order))).abs().double().mean()) / len(order)
+        apart = float((places[1:] - places[:-1])[of_shard[1:] == of_shard[:-1]].abs().double().median())
+        return statistics.fmean(len(set(batch)) for batch in batches), displacement, apart
+
+    whole = measured(torch.randperm(len(of_shard), generator=generator))
+    for mixed in (1, 4, 8, 16, 64):
+        found = measured(shard_order([samples] * shards, mixed, generator))
+        yield Row(
+            name=f"shuffle by shard, {mixed} mixed: shards in a batch of {BATCH}, by a whole shuffle",
+            ratio=found[0] / whole[0],
+            target=None,
+            detail=f"{found[0]:.2f} and {whole[0]:.2f} shards; mean displacement {found[1]:.2f} and {whole[1]:.2f} of "
+            f"all; neighbours of a shard come {found[2]:.0f} and {whole[2]:.0f} samples apart",
+        )
 
 
 def _nothing() -> None:

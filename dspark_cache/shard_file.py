@@ -22,7 +22,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
-from dspark_cache.files import byte_view, write_exactly
+from dspark_cache.files import byte_view, start_writeback, write_exactly
 from dspark_cache.memory import empty
 from dspark_cache.schema import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, TensorSpec
 from dspark_cache.strict_json import ensure_no_foreign_link, is_int, parse_json_object, shortened
@@ -40,6 +40,8 @@ MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 8
 _ZEROS = bytes(1 << 20)
 _HASH_BYTES = 1 << 22
+_WRITEBACK_BYTES = 1 << 25
+"""The disk begins to write after so many, while more are hashed."""
 _HASHED_HERE_BYTES = 1 << 17
 """Less than this is hashed sooner than it is handed to a thread."""
 _READ_BYTES = 1 << 30
@@ -123,7 +125,7 @@ class ShardWriter:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shard-hash")
         self._hashed: Future[None] | None = None
         self._descriptor = -1
-        self._position = 0
+        self._position = self._written_back = 0
 
     def __enter__(self) -> ShardWriter:
         """Open the file, empty it, and write the header.
@@ -225,6 +227,9 @@ class ShardWriter:
         finally:
             self._wait()
         self._position += len(view)
+        if self._position - self._written_back >= _WRITEBACK_BYTES:
+            start_writeback(self._descriptor, self._written_back, self._position - self._written_back)
+            self._written_back = self._position
 
     def _hash(self, step: Callable[[Any], None], value: Any) -> None:
         """Hash after all that is being hashed; large parts on the thread."""

@@ -571,6 +571,18 @@ def test_a_last_hidden_state_alone_that_is_not_finite_stops_the_run(tmp_path: Pa
         Run(tmp_path, make_samples((5,)))(target)
 
 
+def test_numbers_that_are_large_but_finite_are_captured(tmp_path: Path) -> None:
+    """Their sum, which is looked at first, is not finite."""
+    target = load("qwen3-tiny")
+    target.model.model.norm.weight *= 3e37
+    run = Run(tmp_path, make_samples((17, 9)))
+    (block,) = run(target).values()
+    last = torch.cat([last for _, last in states_by_sample(run, {block.name: block}).values()])
+    assert bool(torch.isfinite(last).all())
+    assert not bool(torch.isfinite(last.sum(dim=-1)).all())
+    assert block.dropped == {}
+
+
 def test_dropped_samples_are_listed_and_their_neighbours_are_sound(
     tmp_path: Path, broken: Target, caplog: pytest.LogCaptureFixture
 ) -> None:

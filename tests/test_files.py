@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dspark_cache import files
 from dspark_cache.errors import LockedError, SettingsError
 from dspark_cache.files import (
     FileLock,
@@ -536,3 +537,19 @@ def test_a_folder_survives_a_power_loss_with_its_parents(tmp_path: Path) -> None
         make_folder(tmp_path / "a/b/c")
     assert calls == ["flush"] * 3
     assert (tmp_path / "a/b/c").is_dir()
+
+
+# --- writing back early -------------------------------------------------------------------------------------------
+
+
+def test_the_disk_is_told_of_a_part_and_a_system_without_that_call_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 5)
+    with path.open("rb+") as file:
+        files.start_writeback(file.fileno(), 0, 5)
+        assert files._sync_file_range()(-1, 0, 5, files._SYNC_FILE_RANGE_WRITE) == -1  # the system call itself
+        monkeypatch.setattr(files, "_sync_file_range", lambda: None)
+        files.start_writeback(file.fileno(), 0, 5)
+    files.start_writeback(-1, 0, 5)

@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from dspark_cache import shard_file
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.schema import SAFETENSORS_DTYPES, TensorSpec
 from dspark_cache.shard_file import (
@@ -509,3 +510,16 @@ def test_a_changed_byte_is_refused_or_changes_no_size(fuzzed: Path, position: in
         assert str(error).startswith(str(fuzzed))  # noqa: PT017 - both outcomes are right
     else:
         assert sum(place.spec.num_bytes for place in file.places.values()) == 50
+
+
+def test_the_disk_begins_to_write_while_more_is_hashed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(shard_file, "start_writeback", lambda _, offset, size: told.append((offset, size)))
+    monkeypatch.setattr(shard_file, "_WRITEBACK_BYTES", 1 << 20)
+    specs = {"a": TensorSpec(dtype=torch.uint8, shape=(5 << 18,))}
+    with ShardWriter(path, specs) as writer:
+        for _ in range(5):
+            writer.append("a", torch.ones(1 << 18, dtype=torch.uint8))
+        writer.finish()
+    assert [offset for offset, _ in told] == [0]
+    assert 1 << 20 <= told[0][1] < (1 << 20) + (1 << 18)
