@@ -549,7 +549,7 @@ def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: C
         shards = iter(range(len(task.cache.shard_samples)))
         try:
             while len(report.findings) - before < MAX_FINDINGS:
-                pending.extend(threads.submit(task, shard) for shard in islice(shards, 2 * num_threads - len(pending)))
+                pending.extend(threads.submit(task, shard) for shard in islice(shards, 3 * num_threads - len(pending)))
                 if not pending:
                     break
                 findings, supervision = pending.popleft().result()

@@ -110,6 +110,7 @@ def test_every_section_gives_its_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tokenising, "ROWS", 60)
     monkeypatch.setattr(tokenising, "FEW_ROWS", 20)
     monkeypatch.setattr(opening, "NUM_SHARDS", 20)
+    monkeypatch.setattr(reading, "WORKERS_SAMPLE", MEGABYTE // 4)
     rows = list(SECTIONS[section](tmp_path))
     assert len({row.name for row in rows}) == len(rows) >= 2
     assert all(row.ratio > 0 or "hidden" in row.name for row in rows)

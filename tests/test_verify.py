@@ -1424,7 +1424,7 @@ def test_no_shard_is_begun_after_an_exception(
     held.fault = fault if raised_by == "tokens" else None
     tokens: Any = held
     with pytest.raises(type(fault)) as caught:
-        verify_cache(CacheFolder(cache), "values", tokens=tokens, num_threads=2, advance=advance)
+        verify_cache(CacheFolder(cache), "values", tokens=tokens, num_threads=1, advance=advance)
     assert caught.value is fault
     assert held.asked <= {0, 1, 2}
     assert not any(thread.name.startswith("verify") for thread in threading.enumerate())
