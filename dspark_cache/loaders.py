@@ -113,13 +113,14 @@ class CachedDataLoader(DataLoader["Sample"]):
             )
         super().__init__(dataset, **options)
         self._read_ahead = read_ahead
-        self._num_delivered = 0
+        if isinstance(self.sampler, CacheSampler):
+            self.sampler.counts_given = False
 
     def __iter__(self) -> Any:
         """Yield batches."""
-        self._num_delivered = 0
         for batch in self._ahead() if self._read_ahead else self._batches():
-            self._num_delivered += 1
+            if isinstance(self.sampler, CacheSampler):
+                self.sampler.consumed += self.batch_size or 1
             yield batch
 
     def _batches(self) -> Iterator[Sample]:
@@ -139,14 +140,16 @@ class CachedDataLoader(DataLoader["Sample"]):
             yield {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
 
     def _new_slabs(self) -> Slabs | None:
-        if not (self.num_workers and self.batch_size and isinstance(self.dataset, CachedTensorDataset)):
+        dataset, batch_size, ahead = self.dataset, self.batch_size, self.prefetch_factor
+        if not (self.num_workers and batch_size and ahead and isinstance(dataset, CachedTensorDataset)):
             return None
-        return Slabs(self.num_workers, (self.prefetch_factor or 0) + _HELD, self.dataset.batch_bytes(self.batch_size))
+        if self.persistent_workers:
+            return None  # they keep what they were started with
+        return Slabs(self.num_workers, ahead + _HELD, dataset.batch_bytes(batch_size))
 
     def _ahead(self) -> Iterator[Sample]:
-        torch.empty(
-            (), dtype=torch.int64
-        ).random_()  # as torch's own iterators draw a seed for workers, before a sampler
+        # As torch's own iterators draw a seed for workers, before a sampler draws its own.
+        torch.empty((), dtype=torch.int64).random_()
         pending: deque[Future[Sample]] = deque()
         # Two, so that the next batch is under way before the last piece of this one has come.
         with ThreadPoolExecutor(min(2, self._read_ahead), thread_name_prefix="cache-read-ahead") as threads:
@@ -171,7 +174,7 @@ class CachedDataLoader(DataLoader["Sample"]):
         Raises:
             SettingsError: The order is not that of a `CacheSampler`.
         """
-        return self._resumable().state_dict(self._num_delivered * (self.batch_size or 1))
+        return self._resumable().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration begin where `state_dict` stood.
@@ -180,7 +183,6 @@ class CachedDataLoader(DataLoader["Sample"]):
             SettingsError: The state is of another order or cache; or the order is not that of a `CacheSampler`.
         """
         self._resumable().load_state_dict(state)
-        self._num_delivered = 0
 
     def _resumable(self) -> CacheSampler:
         if not isinstance(self.sampler, CacheSampler):

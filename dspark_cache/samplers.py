@@ -52,6 +52,11 @@ class CacheSampler(DistributedSampler[int]):
 
     Unless shards are mixed, the order of an epoch is that of torch's `DistributedSampler` with the same seed; as
     there, call `set_epoch` every epoch. Iterating again without it repeats the epoch from its start.
+
+    Attributes:
+        consumed: Samples of this rank since its iteration began.
+        counts_given: Whether each index that is given counts as consumed. A loader that is ahead of training counts
+            what it delivers instead.
     """
 
     def __init__(
@@ -86,18 +91,19 @@ class CacheSampler(DistributedSampler[int]):
         self._shuffle_shards = shuffle_shards
         self._resume_at = 0
         self._start = 0
-        self._given = 0
+        self.consumed = 0
+        self.counts_given = True
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices, from the position of a state that was loaded on."""
-        self._start, self._resume_at, self._given = self._resume_at, 0, 0
+        self._start, self._resume_at, self.consumed = self._resume_at, 0, 0
         order = self._order()
         rest = order[self._start :]
         missing = -len(rest) % self.num_replicas
         if missing:
             rest = torch.cat([rest, order.repeat(math.ceil(missing / len(order)))[:missing]])
         for index in rest[self.rank :: self.num_replicas].tolist():
-            self._given += 1
+            self.consumed += self.counts_given
             yield index
 
     def _order(self) -> torch.Tensor:
@@ -111,19 +117,13 @@ class CacheSampler(DistributedSampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next; another one than before is read from its start."""
         if epoch != self.epoch:
-            self._resume_at = self._start = self._given = 0
+            self._resume_at = self._start = self.consumed = 0
         super().set_epoch(epoch)
 
-    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return where the epoch stands: plain values, the same on every rank that has consumed as much.
-
-        Args:
-            consumed: Samples of this rank since its iteration began; None: all that it was given. A loader whose
-                workers are ahead of training says how many it has delivered.
-        """
-        given = self._given if consumed is None else consumed
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch stands: plain values, the same on every rank that has consumed as much."""
         start = max(self._start, self._resume_at)
-        position = min(start + given * self.num_replicas, len(self.dataset))  # type: ignore[arg-type]
+        position = min(start + self.consumed * self.num_replicas, len(self.dataset))  # type: ignore[arg-type]
         return {"epoch": self.epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class CacheSampler(DistributedSampler[int]):
         if faults:
             raise SettingsError("this state cannot be resumed: " + "; ".join(faults))
         self.set_epoch(state["epoch"])
-        self._resume_at, self._start, self._given = state["position"], 0, 0
+        self._resume_at, self._start, self.consumed = state["position"], 0, 0
 
     def _identity(self) -> dict[str, Any]:
         """Return what the order depends on, the epoch aside."""

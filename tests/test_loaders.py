@@ -16,6 +16,7 @@ from torch.utils.data import SequentialSampler
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, _collate_cached, build_cached_dspark_dataloader
 from dspark_cache.errors import SettingsError
+from dspark_cache.loaders import CachedDataLoader
 from dspark_cache.offline_cache import build_cached_dataloader, collate_cached
 
 if TYPE_CHECKING:
@@ -251,6 +252,27 @@ def test_training_goes_on_after_the_last_batch_that_it_was_given(
     assert second.state_dict() == state
     assert taken + [batch["input_ids"].tolist() for batch in second] == whole
     assert second.state_dict()["position"] == 11
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_between_epochs_nothing_of_the_next_one_is_consumed(make_cache: MakeCache, way: dict[str, Any]) -> None:
+    loader: Any = build_cached_dspark_dataloader(make_cache(11, 2), 2, True, seed=5, **way)
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        assert loader.state_dict()["position"] == 0
+        positions = [loader.state_dict()["position"] for _ in loader]
+        assert positions == [2, 4, 6, 8, 10, 11]
+        assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (epoch, 11)
+
+
+def test_workers_that_live_on_read_every_epoch(make_cache: MakeCache) -> None:
+    folder = make_cache(9, 2, 8, 1 << 14)
+    dataset = CachedDSparkDataset(folder)
+    expected = [dataset[index]["input_ids"].tolist() for index in range(9)]
+    loader = CachedDataLoader(dataset, batch_size=1, num_workers=1, persistent_workers=True, collate_fn=_collate_cached)
+    for _ in range(2):
+        assert [batch["input_ids"][0].tolist() for batch in loader] == expected
+    del loader
 
 
 def test_a_state_of_another_cache_is_refused(make_cache: MakeCache) -> None:

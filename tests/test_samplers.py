@@ -133,10 +133,20 @@ def test_an_epoch_that_is_resumed_twice_is_where_it_is() -> None:
     given = iter(second)
     assert [next(given) for _ in range(3)] == whole[4:7]
     assert second.state_dict()["position"] == 7
-    assert second.state_dict(2)["position"] == 6
     third = sampler(20, seed=1)
-    third.load_state_dict(second.state_dict(2))
-    assert list(third) == whole[6:]
+    third.load_state_dict(second.state_dict())
+    assert list(third) == whole[7:]
+
+
+def test_who_is_ahead_counts_what_it_delivers() -> None:
+    made = sampler(20, num_replicas=2)
+    made.counts_given = False
+    given = iter(made)
+    for _ in range(6):
+        next(given)
+    assert made.state_dict()["position"] == 0
+    made.consumed += 4
+    assert made.state_dict()["position"] == 8
 
 
 def test_the_next_iteration_and_the_next_epoch_begin_at_their_start() -> None:
