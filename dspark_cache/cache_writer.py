@@ -11,7 +11,7 @@ import hashlib
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 24
 """Each thread holds at most three such parts, and what it converts them to."""
+_GROUP_BYTES = 1 << 20
 _SAFE_SCALE = 2.0**118
 """With a larger one the largest 8-bit number is more than bf16 has."""
 
@@ -84,6 +85,19 @@ class _Part:
 
     def rows(self, source: RowSource) -> torch.Tensor:
         return source.rows(self.key, self.sample, self.start, self.stop)
+
+
+def _grouped(parts: Iterable[_Part], token_bytes: int) -> Iterator[list[_Part]]:
+    """Yield parts in groups that are worth handing to a thread."""
+    group, size = [], 0
+    for part in parts:
+        group.append(part)
+        size += (part.stop - part.start) * token_bytes
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _to_dtype(dtype: torch.dtype, _key: str, rows: torch.Tensor, _sample: int) -> torch.Tensor:
@@ -289,10 +303,11 @@ class _Writer:
     ) -> Iterator[tuple[int, _T]]:
         """Yield the samples' parts, each with its sample, converted."""
 
-        def work(part: _Part) -> Callable[[], tuple[int, _T]]:
-            return lambda: (part.sample, convert(key, part.rows(self._source), part.sample))
+        def work(parts: list[_Part]) -> Callable[[], list[tuple[int, _T]]]:
+            return lambda: [(part.sample, convert(key, part.rows(self._source), part.sample)) for part in parts]
 
-        return self._ahead.results(map(work, self._cut(key, samples, token_bytes)))
+        groups = _grouped(self._cut(key, samples, token_bytes), token_bytes)
+        return chain.from_iterable(self._ahead.results(map(work, groups)))
 
     def _fill_padded(self, writer: ShardWriter, specs: dict[str, TensorSpec], samples: Sequence[int]) -> None:
         for key in specs:

@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="check a cache; exit 1 if anything is not as it must be")
     verify.add_argument("cache", type=Path, help="folder of the cache")
     verify.add_argument("--level", choices=VERIFY_LEVELS, default="values", help="how far; default: %(default)s")
-    verify.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="shards at a time; default: %(default)s")
+    verify.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processors to use; default: %(default)s")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
 
@@ -125,7 +125,7 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument("--part", choices=("train", "eval"), default="train", help="which part to write then")
     convert.add_argument("--pad-token-id", type=int, help="id at padding, of a source that does not say")
     convert.add_argument("--no-check-disk", action="store_true", help="begin although too little disk is free")
-    convert.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="shards verified at a time")
+    convert.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="threads that convert, then verify")
     convert.set_defaults(run=_convert)
 
 
