@@ -59,6 +59,16 @@ class OpenShard(Protocol):
         """Fill `into` from position `start` of a sample on."""
 
 
+class Padding(NamedTuple):
+    """What takes the place of a shard where there is nothing to read."""
+
+    fill: int
+
+    def read_positions(self, key: str, row: int, start: int, into: torch.Tensor) -> None:  # noqa: ARG002
+        """Fill `into`, wherever it is."""
+        into.fill_(self.fill)
+
+
 class Piece(NamedTuple):
     """Some positions of a key of a sample, and where they are to be."""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset
 
-from dspark_cache.batch_reading import Piece, ReadThreads, Samples, cut_pieces
+from dspark_cache.batch_reading import Padding, Piece, ReadThreads, Samples, cut_pieces
 from dspark_cache.errors import CacheFormatError, SettingsError
 from dspark_cache.identity import ensure_expected
 from dspark_cache.manifest import (
@@ -150,10 +150,10 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         specs = self._batch_specs(len(positions), self._width(positions))
         tensors = slabs.tensors(specs) if slabs else None
         batch, zeros = (tensors, set()) if tensors else self._memory.tensors(specs)
-        samples = self._samples(batch, positions, zeros)
+        samples, padding = self._samples(batch, positions, zeros)
         step = max(1, self._max_open_files // self._files_per_shard)
         for start in range(0, len(positions), step):
-            pieces: list[Piece] = []
+            pieces, padding = padding, []
             for position, sample in zip(positions[start : start + step], samples[start : start + step], strict=True):
                 shard, row = self._locate(position)
                 file, length = self._handle(shard), self.stored_length(position)
@@ -183,9 +183,18 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         """Return the positions of a batch of these samples, None if those are of any samples the same."""
         return None
 
-    def _samples(self, batch: dict[str, torch.Tensor], positions: Sequence[int], zeros: set[str]) -> Samples:  # noqa: ARG002
-        """Cut a batch that is to be filled into samples; what no file fills is filled here, unless it is zero."""
-        return Samples([{key: batch[key][row] for key in self.disk_keys} for row in range(len(positions))], batch)
+    def _samples(
+        self,
+        batch: dict[str, torch.Tensor],
+        positions: Sequence[int],
+        zeros: set[str],  # noqa: ARG002
+    ) -> tuple[Samples, list[Piece]]:
+        """Cut a batch that is to be filled into samples.
+
+        Returns:
+            The samples, and what no file fills: padding, but of `zeros`, which are zero already.
+        """
+        return Samples([{key: batch[key][row] for key in self.disk_keys} for row in range(len(positions))], batch), []
 
     def stored_length(self, index: int) -> int | None:
         """Return the stored positions of sample `index` (0..len-1); None: the whole of its tensors."""
@@ -419,18 +428,24 @@ class CachedDSparkDataset(CachedTensorDataset):
         whole = len(positions) == self.num_samples
         return max(self._lengths if whole else map(self._lengths.__getitem__, positions), default=0)
 
-    def _samples(self, batch: dict[str, torch.Tensor], positions: Sequence[int], zeros: set[str]) -> Samples:
+    def _samples(
+        self, batch: dict[str, torch.Tensor], positions: Sequence[int], zeros: set[str]
+    ) -> tuple[Samples, list[Piece]]:
         if not is_ragged(self.manifest):
             return super()._samples(batch, positions, zeros)
         lengths, pad = [self._lengths[position] for position in positions], self.manifest["pad_token_id"]
         fills = dict.fromkeys(CACHE_KEYS, 0) | {INPUT_IDS: pad}
-        for key, fill in fills.items():
-            if fill or key not in zeros:
-                for row, length in zip(batch[key], lengths, strict=True):
-                    row[length:] = fill
+        padding = [
+            piece
+            for key, fill in fills.items()
+            if fill or key not in zeros
+            for row, length in zip(batch[key], lengths, strict=True)
+            if length < len(row)
+            for piece in cut_pieces(Padding(fill), key, 0, row[length:])
+        ]
         ends = [None if self._padded else length for length in lengths]
         samples = [{key: batch[key][row, :end] for key in CACHE_KEYS} for row, end in enumerate(ends)]
-        return Samples(samples, batch, None if self._padded else pad)
+        return Samples(samples, batch, None if self._padded else pad), padding
 
     def stored_length(self, index: int) -> int:
         """Return the stored positions of sample `index` (0..len-1): its tokens, or S in a padded cache."""
