@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ TOKENS_PATH = Path("tokens")
 LEDGER_PATH = Path("features.json")
 CACHE_PATH = Path("cache")
 REPORT_PATH = Path("reports/verify.json")
+_AGAIN_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +97,36 @@ def _check_version(name: str, path: Path) -> None:
 
 
 class _Signals:
-    """Turns SIGINT and SIGTERM into exceptions and remembers the last, lest somebody swallows the exception."""
+    """Turns SIGINT and SIGTERM into exceptions and remembers the last, lest somebody swallows the exception.
+
+    Python itself swallows what is raised while it calls a `__del__` or a callback of a weak reference: then the signal
+    is sent once more, unless another one has come.
+    """
 
     def __init__(self) -> None:
         self.last: int | None = None
+        self._raised = 0
+        sys.unraisablehook = self._swallowed
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell has it for what it runs in the background
                 signal.signal(number, self._raise)
 
     def _raise(self, number: int, _frame: FrameType | None) -> None:
         self.last = number
+        self._raised += 1
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+    def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt | Terminated):
+            sys.__unraisablehook__(unraisable)
+            return
+        again = threading.Timer(_AGAIN_SECONDS, self._send_again, (self._raised,))
+        again.daemon = True
+        again.start()
+
+    def _send_again(self, raised: int) -> None:
+        if self.last is not None and self._raised == raised:
+            os.kill(os.getpid(), self.last)
 
 
 def run_stage(main: Callable[[], object]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,33 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list
 
 def test_an_interrupt_that_somebody_swallowed_is_no_success(ended: dict[str, tuple[int, list[str], str]]) -> None:
     assert ended["swallowed"][:2] == (143, ["terminated; finished work is kept, run again to go on"])
+
+
+SWALLOWED = """
+import os, signal, sys, threading
+from dspark_cache.stage import run_stage
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), int(sys.argv[1]))
+        for _ in range(1000):
+            pass  # where the signal is handled
+
+def main():
+    Dying()
+    threading.Event().wait(60)
+    sys.exit("went on")
+
+sys.exit(run_stage(main))
+"""
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_an_interrupt_that_python_swallowed_comes_again(number: signal.Signals, word: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SWALLOWED, str(int(number))], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (128 + number, f"{word}; finished work is kept, run again to go on\n")
 
 
 def test_an_interrupt_without_a_signal_is_no_success_either(ended: dict[str, tuple[int, list[str], str]]) -> None:
