@@ -356,13 +356,21 @@ class ShardFile:
 
     def _read_header(self) -> dict[str, TensorPlace]:
         prefix = bytearray(_LENGTH_BYTES)
-        read_exactly(self._descriptor, memoryview(prefix), 0, name=self.name)
+        self.read_at(0, memoryview(prefix))
         length = int.from_bytes(prefix, "little")
         if length > min(MAX_HEADER_BYTES, self.size - _LENGTH_BYTES):
             raise CacheFormatError(f"{self.name} has {self.size} bytes, its header claims {length}")
         text = bytearray(length)
-        read_exactly(self._descriptor, memoryview(text), _LENGTH_BYTES, name=self.name)
+        self.read_at(_LENGTH_BYTES, memoryview(text))
         return _parse_header(bytes(text), name=self.name, data_start=_LENGTH_BYTES + length, size=self.size)
+
+    def read_at(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the file's bytes from `offset` on, in one copy.
+
+        Raises:
+            CacheFormatError: The file ends before.
+        """
+        read_exactly(self._descriptor, into, offset, name=self.name)
 
     def __del__(self) -> None:
         """Close the file."""
@@ -374,7 +382,7 @@ class ShardFile:
         digest, chunk = hashlib.sha256(), memoryview(bytearray(min(self.size, _HASH_BYTES)))
         for offset in range(0, self.size, _HASH_BYTES):
             part = chunk[: self.size - offset]
-            read_exactly(self._descriptor, part, offset, name=self.name)
+            self.read_at(offset, part)
             digest.update(part)
         return digest.hexdigest()
 
@@ -428,7 +436,7 @@ class ShardFile:
         place = self.places[key]
         self._ensure_fits(key, place.spec.num_bytes)
         content = bytearray(place.spec.num_bytes)
-        read_exactly(self._descriptor, memoryview(content), place.offset, name=self.name)
+        self.read_at(place.offset, memoryview(content))
         return content
 
     def _ensure_fits(self, key: str, size: int) -> None:
@@ -439,14 +447,14 @@ class ShardFile:
         """Fill the contiguous tensor `rows` from row `start` of `key` on."""
         place = self.places[key]
         offset = place.offset + start * place.spec.row_bytes
-        read_exactly(self._descriptor, byte_view(rows), offset, name=self.name)
+        self.read_at(offset, byte_view(rows))
 
     def read_positions(self, key: str, row: int, start: int, into: torch.Tensor) -> None:
         """Fill the contiguous tensor `into` from position `start` of one row of a tensor [n, S, ...] on."""
         place = self.places[key]
         position_bytes = place.spec.row_bytes // place.spec.shape[1] if start else 0
         offset = place.offset + row * place.spec.row_bytes + start * position_bytes
-        read_exactly(self._descriptor, byte_view(into), offset, name=self.name)
+        self.read_at(offset, byte_view(into))
 
 
 def open_cache_file(path: str | os.PathLike[str], likely: Callable[[int], Header | None] = lambda _: None) -> ShardFile:

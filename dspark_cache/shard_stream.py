@@ -14,14 +14,12 @@ import torch
 from dspark_cache.errors import CacheFormatError
 from dspark_cache.files import byte_view
 from dspark_cache.fp8 import largest_magnitudes_
-from dspark_cache.shard_file import ShardFile, physical_memory, read_exactly
-from dspark_cache.strict_json import ensure_no_foreign_link
+from dspark_cache.shard_file import physical_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
-    from dspark_cache.shard_file import TensorPlace
+    from dspark_cache.shard_file import ShardFile, TensorPlace
 
 CHUNK_BYTES = 1 << 21
 """A piece has no more, unless one row has: it should fit into the cache of the processor."""
@@ -60,66 +58,57 @@ def cut_runs(places: Mapping[str, TensorPlace], widths: Mapping[str, int]) -> It
             yield Run(key=key, start=start, offset=place.offset + begin, num_bytes=num_bytes)
 
 
-def open_stream(path: Path) -> StreamedFile:
-    """Open a file inside a cache, which may come from elsewhere.
+def read_values(
+    file: ShardFile, widths: Mapping[str, int], tell: Callable[[memoryview], object]
+) -> dict[str, torch.Tensor]:
+    """Read a whole file, with a buffer of `CHUNK_BYTES` or of one row beside what is returned.
+
+    Args:
+        file: The open file.
+        widths: Numbers of a row of those tensors that are too large to keep; they divide the last extent.
+        tell: Told of every byte of the file, in order.
+
+    Returns:
+        Key to its tensor [..., k * width], but [..., k] where it has a width: the largest magnitude of each row, not a
+        number where the row holds one that is none.
 
     Raises:
-        CacheNotFoundError: There is no such file.
-        CacheFormatError: A link out of the cache, or refused by `ShardFile`.
+        CacheFormatError: The file ends early, or what would be returned is more than this machine's memory.
     """
-    ensure_no_foreign_link(path)
-    return StreamedFile(path)
+    values = _room(file, widths)
+    size = max((run.num_bytes for run in cut_runs(file.places, widths)), default=0)
+    buffer = torch.empty(size, dtype=torch.uint8)
+    view = byte_view(buffer)
+    _tell_header(file, tell)
+    for run in cut_runs(file.places, widths):
+        part = view[: run.num_bytes]
+        file.read_at(run.offset, part)
+        tell(part)
+        rows = buffer[: run.num_bytes].view(values[run.key].dtype)
+        if run.key in widths:
+            rows = largest_magnitudes_(rows.view(-1, widths[run.key]))
+        values[run.key].view(-1)[run.start : run.start + len(rows)] = rows
+    return values
 
 
-class StreamedFile(ShardFile):
-    """An open safetensors file that is read once, in order."""
+def _room(file: ShardFile, widths: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Return tensors for the values."""
+    shapes = {
+        key: (*place.spec.shape[:-1], place.spec.shape[-1] // widths[key]) if key in widths else place.spec.shape
+        for key, place in file.places.items()
+    }
+    num_bytes = sum(place.spec.num_bytes // widths.get(key, 1) for key, place in file.places.items())
+    if num_bytes > physical_memory():
+        raise CacheFormatError(
+            f"{file.name}: {num_bytes} bytes of ids, masks and magnitudes are more than the memory of this machine"
+        )
+    return {key: torch.empty(shape, dtype=file.places[key].spec.dtype) for key, shape in shapes.items()}
 
-    def read_values(self, widths: Mapping[str, int], tell: Callable[[memoryview], object]) -> dict[str, torch.Tensor]:
-        """Read the whole file, with a buffer of `CHUNK_BYTES` or of one row beside what is returned.
 
-        Args:
-            widths: Numbers of a row of those tensors that are too large to keep; they divide the last extent.
-            tell: Told of every byte of the file, in order.
-
-        Returns:
-            Key to its tensor [..., k * width], but [..., k] where it has a width: the largest magnitude of each row,
-            not a number where the row holds one that is none.
-
-        Raises:
-            CacheFormatError: The file ends early, or what would be returned is more than this machine's memory.
-        """
-        values = self._room(widths)
-        size = max((run.num_bytes for run in cut_runs(self.places, widths)), default=0)
-        buffer = torch.empty(size, dtype=torch.uint8)
-        view = byte_view(buffer)
-        self._tell_header(tell)
-        for run in cut_runs(self.places, widths):
-            part = view[: run.num_bytes]
-            read_exactly(self._descriptor, part, run.offset, name=self.name)
-            tell(part)
-            rows = buffer[: run.num_bytes].view(values[run.key].dtype)
-            if run.key in widths:
-                rows = largest_magnitudes_(rows.view(-1, widths[run.key]))
-            values[run.key].view(-1)[run.start : run.start + len(rows)] = rows
-        return values
-
-    def _room(self, widths: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Return tensors for the values."""
-        shapes = {
-            key: (*place.spec.shape[:-1], place.spec.shape[-1] // widths[key]) if key in widths else place.spec.shape
-            for key, place in self.places.items()
-        }
-        num_bytes = sum(place.spec.num_bytes // widths.get(key, 1) for key, place in self.places.items())
-        if num_bytes > physical_memory():
-            raise CacheFormatError(
-                f"{self.name}: {num_bytes} bytes of ids, masks and magnitudes are more than the memory of this machine"
-            )
-        return {key: torch.empty(shape, dtype=self.places[key].spec.dtype) for key, shape in shapes.items()}
-
-    def _tell_header(self, tell: Callable[[memoryview], object]) -> None:
-        """Tell of the bytes before the first tensor."""
-        end = min((place.offset for place in self.places.values()), default=self.size)
-        for offset in range(0, end, CHUNK_BYTES):
-            part = memoryview(bytearray(min(CHUNK_BYTES, end - offset)))
-            read_exactly(self._descriptor, part, offset, name=self.name)
-            tell(part)
+def _tell_header(file: ShardFile, tell: Callable[[memoryview], object]) -> None:
+    """Tell of the bytes before the first tensor."""
+    end = min((place.offset for place in file.places.values()), default=file.size)
+    for offset in range(0, end, CHUNK_BYTES):
+        part = memoryview(bytearray(min(CHUNK_BYTES, end - offset)))
+        file.read_at(offset, part)
+        tell(part)

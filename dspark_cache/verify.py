@@ -43,7 +43,7 @@ from dspark_cache.schema import (
     TensorSpec,
 )
 from dspark_cache.shard_file import open_cache_file, physical_memory
-from dspark_cache.shard_stream import StreamedFile, open_stream
+from dspark_cache.shard_stream import read_values
 from dspark_cache.shards import num_shards, shard_name, shard_rows
 from dspark_cache.strict_json import ensure_no_foreign_link, is_same_json, printable
 from dspark_cache.supervision import Supervision, supervision_faults
@@ -271,7 +271,7 @@ Values = dict[str, torch.Tensor]
 """Key to its tensor; of states the largest magnitude of each position and layer, which is as finite and as zero."""
 
 
-def read_files(cache: CacheFolder, files: Iterable[StreamedFile], keys: Iterable[str]) -> tuple[list[Finding], Values]:
+def read_files(cache: CacheFolder, files: Iterable[ShardFile], keys: Iterable[str]) -> tuple[list[Finding], Values]:
     """Read files once: check their sha256 where there is provenance, and return their values.
 
     Args:
@@ -287,7 +287,7 @@ def read_files(cache: CacheFolder, files: Iterable[StreamedFile], keys: Iterable
     values: Values = {}
     for file in files:
         digest = hashlib.sha256()
-        values |= file.read_values(widths, digest.update if cache.provenance else lambda _: None)
+        values |= read_values(file, widths, digest.update if cache.provenance else lambda _: None)
         if cache.provenance:
             findings += _digest_findings(cache, Path(file.name).name, digest.hexdigest())
     return findings, values
@@ -353,7 +353,7 @@ def check_weights(cache: CacheFolder) -> Iterator[Finding]:
         CacheNotFoundError: The file is missing.
         CacheFormatError: It is not what it was when its header was checked.
     """
-    file = open_stream(cache.path / TARGET_WEIGHTS_NAME)
+    file = open_cache_file(cache.path / TARGET_WEIGHTS_NAME)
     key = LM_HEAD_KEY if LM_HEAD_KEY in file.places else EMBED_KEY
     if file.places[key].spec.num_bytes > physical_memory():
         yield from check_bytes(cache, [TARGET_WEIGHTS_NAME] if cache.provenance else [])
@@ -530,10 +530,8 @@ class _ShardTask:
 
     def _shard_findings(self, pin: Pin, shard: int, supervision: Supervision) -> list[Finding]:
         with pin.explaining():
-            checked = self.cache.open_shard(shard)
-            files = [open_stream(Path(file.name)) for file in checked]
-        for opened in (checked, files):
-            pin.ensure_same(shard, opened)
+            files = self.cache.open_shard(shard)
+        pin.ensure_same(shard, files)
         findings, values = read_files(self.cache, files, SCALES_OF)
         return [*findings, *islice(check_values(self.cache, shard, values, supervision, self.expected), MAX_FINDINGS)]
 

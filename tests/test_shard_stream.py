@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.schema import STORED_DTYPES, TensorSpec
-from dspark_cache.shard_file import ShardFile, TensorPlace, encode_header, write_tensors
-from dspark_cache.shard_stream import CHUNK_BYTES, Run, cut_runs, open_stream
+from dspark_cache.shard_file import TensorPlace, encode_header, open_cache_file, write_tensors
+from dspark_cache.shard_stream import CHUNK_BYTES, Run, cut_runs, read_values
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +84,7 @@ def test_values_and_bytes_are_those_of_the_file_whatever_the_size_of_a_piece(
         for chunk in (1, 2, 3, 7, 12, 13, 100, 1000, CHUNK_BYTES):
             monkeypatch.setattr("dspark_cache.shard_stream.CHUNK_BYTES", chunk)
             told = bytearray()
-            values = open_stream(path).read_values(WIDTHS, told.extend)
+            values = read_values(open_cache_file(path), WIDTHS, told.extend)
             assert bytes(told) == content
             assert values.keys() == tensors.keys()
             assert all(torch.equal(values[key], tensors[key]) for key in ("ids", "mask"))
@@ -95,7 +95,7 @@ def test_values_and_bytes_are_those_of_the_file_whatever_the_size_of_a_piece(
 def test_without_rows_everything_is_kept_and_a_scalar_too(tmp_path: Path) -> None:
     tensors = {"x": torch.tensor(2.5), "none": torch.empty(0, 4), "states": states((2, 4), torch.bfloat16)}
     save_file(tensors, tmp_path / "file")
-    values = open_stream(tmp_path / "file").read_values({}, lambda _: None)
+    values = read_values(open_cache_file(tmp_path / "file"), {}, lambda _: None)
     assert values.keys() == tensors.keys()
     assert all(torch.equal(values[key], tensors[key]) for key in tensors)
 
@@ -105,7 +105,7 @@ def test_a_file_without_tensors_is_told_of_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("dspark_cache.shard_stream.CHUNK_BYTES", chunk)
     (tmp_path / "file").write_bytes(encode_header({}))
     digest = hashlib.sha256()
-    assert open_stream(tmp_path / "file").read_values({}, digest.update) == {}
+    assert read_values(open_cache_file(tmp_path / "file"), {}, digest.update) == {}
     assert digest.hexdigest() == hashlib.sha256(encode_header({})).hexdigest()
 
 
@@ -115,7 +115,7 @@ def test_no_more_than_a_chunk_of_a_long_header_is_told_of_at_a_time(
     monkeypatch.setattr("dspark_cache.shard_stream.CHUNK_BYTES", 50)
     sizes: list[int] = []
     path = put(tmp_path / "file", {"x" * 100: torch.zeros(1)})
-    open_stream(path).read_values({}, lambda part: sizes.append(len(part)))
+    read_values(open_cache_file(path), {}, lambda part: sizes.append(len(part)))
     assert sizes[0] == max(sizes) == 50
     assert sum(sizes) == path.stat().st_size
 
@@ -126,12 +126,12 @@ def test_no_more_than_a_chunk_of_a_long_header_is_told_of_at_a_time(
 @pytest.mark.parametrize("part", ["header", "tensor"])
 def test_a_file_that_is_cut_short_after_it_was_opened_is_refused(tmp_path: Path, part: str) -> None:
     path = put(tmp_path / "file", {"states": states((7, WIDTH), torch.bfloat16)})
-    file = open_stream(path)
+    file = open_cache_file(path)
     size = file.places["states"].offset - 1 if part == "header" else path.stat().st_size - 1
     with path.open("r+b") as stream:
         stream.truncate(size)
     with pytest.raises(CacheFormatError) as error:
-        file.read_values(WIDTHS, lambda _: None)
+        read_values(file, WIDTHS, lambda _: None)
     missing = file.places["states"].offset - size if part == "header" else 1
     assert str(error.value) == f"{path} ends at byte {size}, {missing} bytes are missing"
 
@@ -144,10 +144,10 @@ def test_values_that_are_more_than_the_memory_are_refused_unread(
     path = put(tmp_path / "file", {"ids": torch.arange(5), "states": states((7, WIDTH), torch.bfloat16)})
     told: list[memoryview] = []
     if not is_refused:
-        assert len(open_stream(path).read_values(WIDTHS, told.append)) == 2
+        assert len(read_values(open_cache_file(path), WIDTHS, told.append)) == 2
         return
     with pytest.raises(CacheFormatError) as error:
-        open_stream(path).read_values(WIDTHS, told.append)
+        read_values(open_cache_file(path), WIDTHS, told.append)
     assert str(error.value) == (
         f"{path}: 54 bytes of ids, masks and magnitudes are more than the memory of this machine"
     )
@@ -157,11 +157,6 @@ def test_values_that_are_more_than_the_memory_are_refused_unread(
 def test_a_link_or_a_missing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(put(tmp_path / "file", {"x": torch.zeros(1)}))
     with pytest.raises(CacheFormatError, match=r"/link is a link to .*: a cache holds files, copy it there$"):
-        open_stream(tmp_path / "link")
+        open_cache_file(tmp_path / "link")
     with pytest.raises(CacheNotFoundError, match=r"^no such file: .*/none$"):
-        open_stream(tmp_path / "none")
-
-
-def test_what_is_opened_is_a_shard_file(tmp_path: Path) -> None:
-    path = put(tmp_path / "file", {"x": torch.zeros(1)})
-    assert (open_stream(path).state, open_stream(path).places) == (ShardFile(path).state, ShardFile(path).places)
+        open_cache_file(tmp_path / "none")

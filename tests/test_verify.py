@@ -20,7 +20,6 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, VERIFY_LEVELS
 from dspark_cache.shard_file import ShardFile, write_tensors
-from dspark_cache.shard_stream import StreamedFile, open_stream
 from dspark_cache.supervision import Supervision
 from dspark_cache.tokens import Tokens
 from dspark_cache.verify import (
@@ -895,8 +894,7 @@ def test_ids_of_the_largest_vocabulary_are_compared_with_it(make_cache: Callable
     manifest = json.loads((cache / "manifest.json").read_text()) | {"target_vocab_size": 1 << 31}
     (cache / "manifest.json").write_text(json.dumps(manifest))
     opened = CacheFolder(cache)
-    files = [open_stream(cache / name) for name in opened.names_of(0)]
-    values = read_files(opened, files, (HIDDEN, LAST_HIDDEN))[1]
+    values = read_files(opened, opened.open_shard(0), (HIDDEN, LAST_HIDDEN))[1]
     assert list(check_values(opened, 0, values, Supervision(), None)) == []
 
 
@@ -1347,28 +1345,38 @@ def test_a_cache_whose_manifest_is_another_one_than_was_read_is_refused(make_cac
 
 
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
-@pytest.mark.parametrize("is_checked", [False, True])
-def test_a_file_that_is_another_one_when_its_header_is_checked_or_when_it_is_read_is_found(
-    make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, layout: str, is_checked: bool
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_file_that_is_another_one_when_it_is_opened_to_be_read_is_found(
+    make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, layout: str, stays: bool
 ) -> None:
-    """The other one is there for one of the two only."""
+    """The other one is there from the first shard on, or for the opening only."""
     cache = make_cache(10, 1)
     if layout == "ragged":
         cache = make_ragged(cache, [1] * 10)
     path, kept, other = cache / LAST, cache.parent / "kept", cache.parent / "other"
     shutil.copy(path, other)
+    begun: list[bool] = []
+    open_shard = CacheFolder.open_shard
 
     def put_other() -> None:
         path.rename(kept)
         other.rename(path)
 
-    def swap(name: Path) -> StreamedFile:
-        if name == path:
-            kept.rename(path) if is_checked else put_other()
-        return open_stream(name)
+    def begin() -> None:
+        begun.append(True)
+        if stays:
+            put_other()
 
-    monkeypatch.setattr("dspark_cache.verify.open_stream", swap)
-    assert found_meanwhile(cache, "values", 1, put_other if is_checked else lambda: None) == [
+    def swapped(opened: CacheFolder, shard: int) -> tuple[ShardFile, ...]:
+        if not begun or stays or shard != 9:
+            return open_shard(opened, shard)
+        put_other()
+        files = open_shard(opened, shard)
+        kept.rename(path)
+        return files
+
+    monkeypatch.setattr(CacheFolder, "open_shard", swapped)
+    assert found_meanwhile(cache, "values", 1, begin) == [
         f"[values] {LAST}: {cache} {CHANGED}{path} is another file with no recorded sha256 to compare; open the cache "
         "again"
     ]
