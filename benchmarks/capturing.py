@@ -16,7 +16,7 @@ from dspark_cache.blocks import BlockStore, PlannedBlock
 from dspark_cache.capture import BlockCapturer, Crew, Wanted, compute_blocks, host_blocks, plan_due
 from dspark_cache.forward import Capturer, States, capture_environment, pad_batch
 from dspark_cache.ranks import Group, Peers, SharedProgress
-from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK
+from dspark_cache.schema import INPUT_IDS, LOSS_MASK
 from dspark_cache.settings import RuntimeSettings
 from dspark_cache.target import build_target_layer_ids
 from dspark_cache.tokens import sample_key
@@ -127,9 +127,8 @@ def rows(work: Path, target: Target, name: str, samples: Sequence[torch.Tensor],
             row[: len(sample)] = sample
         parts = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
         states = capture_plainly(target.model, parts, layer_ids)
-        names = {"target_hidden_states": HIDDEN, "target_last_hidden_states": LAST_HIDDEN}
         batches = (
-            {INPUT_IDS: part, LOSS_MASK: torch.ones_like(part), **{names[key]: batch[key] for key in batch}}
+            {INPUT_IDS: part, LOSS_MASK: torch.ones_like(part), **batch}
             for part, batch in zip(parts, states, strict=True)
         )
         write_plainly(work / "plain.safetensors", batches)

@@ -19,13 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-
 import stages.shards
+from benchmarks.plain import PlainDataset, plain_loader, write_plainly
 from benchmarks.workspace import Measured, Workspace, held_bytes, logical_bytes, measure, print_table
-from dspark_cache import CACHE_KEYS, CachedDSparkDataset, build_cached_dspark_dataloader
+from dspark_cache import CachedDSparkDataset, build_cached_dspark_dataloader
 from dspark_cache.convert import Conversion, convert_cache
 from dspark_cache.files import file_digest
 from dspark_cache.schema import PROVENANCE_NAME
@@ -128,11 +125,8 @@ def _write_plainly(source: Path, path: Path) -> int:
     dataset = CachedDSparkDataset(source)
     size = dataset.manifest["shard_size"]
     for number, start in enumerate(range(0, len(dataset), size)):
-        batches = []
-        for first in range(start, min(start + size, len(dataset)), 4):
-            samples = [dataset[index] for index in range(first, min(first + 4, start + size, len(dataset)))]
-            batches.append({key: torch.stack([sample[key] for sample in samples]) for key in CACHE_KEYS})
-        save_file({key: torch.cat([batch[key] for batch in batches]) for key in CACHE_KEYS}, path / shard_name(number))
+        order = range(start, min(start + size, len(dataset)))
+        write_plainly(path / shard_name(number), plain_loader(dataset, order, 4))
     os.sync()
     return held_bytes(path)
 
@@ -169,17 +163,8 @@ def _read(cache: Path, **options: Any) -> None:
 
 def _read_plainly(cache: Path, manifest_of: Path) -> None:
     size, total = (CachedDSparkDataset(manifest_of).manifest[key] for key in ("shard_size", "num_samples"))
-    with contextlib.ExitStack() as stack:
-        shards = [
-            stack.enter_context(safe_open(cache / shard_name(number), "pt")) for number in range(-(-total // size))
-        ]
-        for first in range(0, total, BATCH):
-            batch: list[dict[str, torch.Tensor]] = []
-            for index in range(first, min(first + BATCH, total)):
-                shard, row = shards[index // size], index % size
-                batch.append({key: shard.get_slice(key)[row : row + 1][0] for key in CACHE_KEYS})
-            for key in CACHE_KEYS:
-                torch.stack([sample[key] for sample in batch])
+    for _ in plain_loader(PlainDataset(cache, total, size), range(total), BATCH):
+        pass
 
 
 def _rate_rows(rates: dict[str, list[float]], tokens: int) -> list[list[str]]:

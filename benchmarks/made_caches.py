@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -51,13 +52,21 @@ class Sizes:
         return self.hidden_size * (self.layers + 1) * STORED_DTYPES[self.dtype].itemsize
 
 
+TOKEN_BYTES = Sizes(lengths=(), seq_length=1).token_bytes
+"""Of the usual sizes."""
+
+
 class MadeRows:
-    """Rows of states that are cut from one random tensor."""
+    """Rows of states that are cut from one random tensor.
+
+    Attributes:
+        lengths: Tokens of each sample.
+    """
 
     def __init__(self, sizes: Sizes, dtype: str) -> None:
         """Make the rows of samples of these sizes, in `dtype`."""
         self.dtype = dtype
-        self._sizes = sizes
+        self.lengths = sizes.lengths
         generator = torch.Generator().manual_seed(0)
         width = sizes.hidden_size * sizes.layers
         self._states = torch.randn(sizes.seq_length, width, generator=generator).to(STORED_DTYPES[dtype])
@@ -67,7 +76,7 @@ class MadeRows:
 
     def num_tokens(self, sample: int) -> int:
         """Return T of a sample."""
-        return self._sizes.lengths[sample]
+        return self.lengths[sample]
 
     def rows(self, key: str, sample: int, start: int, stop: int) -> torch.Tensor:
         """Return tokens start (included) to stop (excluded); `sample` makes no difference."""
@@ -104,12 +113,14 @@ def made_plan(sizes: Sizes, layout: str, *, shard_size: int, shard_bytes: int) -
     return plan_cache(manifest, dict(enumerate(sizes.lengths)), shard_bytes=shard_bytes, provenance=provenance)
 
 
-def make_cache(folder: Path, sizes: Sizes, layout: str, *, shard_bytes: int) -> None:
-    """Write a cache into a new folder, as the stage does from captured states in bf16."""
+def make_cache(folder: Path, sizes: Sizes, layout: str, *, shard_bytes: int, source: MadeRows | None = None) -> None:
+    """Write a cache as the stage does from captured states in bf16, over an earlier one."""
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shard_size = max(1, shard_bytes // (sizes.token_bytes * sizes.seq_length))
     plan = made_plan(sizes, layout, shard_size=shard_size, shard_bytes=shard_bytes)
-    write_cache(folder, plan, MadeRows(sizes, "bf16"), lambda path: _put_weights(path, sizes), lambda _: None)
+    source = source or MadeRows(sizes, "bf16")
+    write_cache(folder, plan, source, lambda path: _put_weights(path, sizes), lambda _: None)
 
 
 def evict(folder: Path) -> None:

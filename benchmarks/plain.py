@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 
-from dspark_cache.schema import CACHE_KEYS
+from dspark_cache.schema import CACHE_KEYS, HIDDEN, LAST_HIDDEN
 from dspark_cache.shards import shard_name
 
 if TYPE_CHECKING:
@@ -72,5 +72,5 @@ def capture_plainly(model: Any, batches: Iterable[torch.Tensor], layer_ids: Sequ
     for ids in batches:
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         hidden = torch.cat([states[layer + 1] for layer in layer_ids], dim=-1)
-        kept.append({"target_hidden_states": hidden, "target_last_hidden_states": states[-1]})
+        kept.append({HIDDEN: hidden, LAST_HIDDEN: states[-1]})
     return kept

@@ -68,6 +68,11 @@ def rate(amount: float, seconds: list[float]) -> float:
     return amount / statistics.median(seconds)
 
 
+def fastest(seconds: Mapping[str, list[float]], prefix: str) -> str:
+    """Return the fastest of the ways whose names begin so."""
+    return min((way for way in seconds if way.startswith(prefix)), key=lambda way: statistics.median(seconds[way]))
+
+
 def table(rows: list[Row]) -> list[list[str]]:
     """Return the rows as a table."""
     lines = [["", "ratio", "target", "met", "measured"]]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.made_caches import Sizes, evict, make_cache
+from benchmarks.made_caches import TOKEN_BYTES, Sizes, evict, make_cache
 from benchmarks.plain import PlainDataset, plain_loader
-from benchmarks.ratios import Row, in_turn, rate, ratio
+from benchmarks.ratios import Row, fastest, in_turn, rate, ratio
 from dspark_cache import CachedDSparkDataset
 from dspark_cache.loaders import CachedDataLoader, build_cached_dspark_dataloader, collate_dspark
 from dspark_cache.samplers import shard_order
@@ -68,7 +68,7 @@ class _Cache:
 
     @classmethod
     def make(cls, folder: Path, sample_bytes: int, total_bytes: int) -> _Cache:
-        length = max(1, sample_bytes // Sizes(lengths=[], seq_length=1).token_bytes)
+        length = max(1, sample_bytes // TOKEN_BYTES)
         count = max(2 * BATCH, total_bytes // sample_bytes)
         sizes = Sizes(lengths=[length] * count, seq_length=length)
         make_cache(folder, sizes, "padded", shard_bytes=SHARD_BYTES)
@@ -188,7 +188,7 @@ def _cold_rows(cache: _Cache, megabytes: int, rounds: int) -> Iterator[Row]:
         for threads in RAW_THREADS:
             ways[f"raw {threads}"] = lambda order=order, threads=threads: cache.read_raw(order, threads)  # type: ignore[misc]
         seconds = in_turn(ways, rounds, cache.evict)
-        best = max((way for way in seconds if way.startswith("raw")), key=lambda way: rate(1, seconds[way]))
+        best = fastest(seconds, "raw")
         rates = {way: rate(cache.num_bytes / 1e9, taken) for way, taken in seconds.items()}
         name = f"read, cold, samples of {megabytes} MB, {word}"
         detail = f"{rates['ours']:.2f} and {rates[best]:.2f} GB/s ({best[4:]} threads)"
@@ -256,7 +256,7 @@ def _nothing() -> None:
 def _longest_row(work: Path, total_bytes: int, rounds: int) -> Row:
     seq_length = 1024
     generator = random.Random(0)
-    mean_bytes = Sizes(lengths=[], seq_length=1).token_bytes * seq_length // 4
+    mean_bytes = TOKEN_BYTES * seq_length // 4
     lengths = [
         min(seq_length, max(1, int(generator.expovariate(1 / 250)))) for _ in range(2 * total_bytes // mean_bytes)
     ]

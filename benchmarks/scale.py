@@ -24,26 +24,24 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.made_caches import MadeRows, Sizes, make_cache
 from benchmarks.workspace import logical_bytes, print_table
 from dspark_cache import CachedDSparkDataset, build_cached_dspark_dataloader
 from dspark_cache.blocks import Block, Slice, cut_batches, longest_first, plan_blocks
-from dspark_cache.cache_plan import plan_cache
 from dspark_cache.cache_plan import shard_bytes as bytes_of_shard
-from dspark_cache.cache_writer import write_cache
 from dspark_cache.chat_templates import resolve_chat_template
 from dspark_cache.files import dump_json, put_file
-from dspark_cache.manifest import build_cache_manifest
-from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm, feature_specs
 from dspark_cache.rows import open_source
-from dspark_cache.schema import EMBED_KEY, HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS
-from dspark_cache.shard_file import ShardWriter, write_tensors
+from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
+from dspark_cache.shard_file import ShardWriter
 from dspark_cache.tokenizing import TokenizedSample, TokenizeOptions, TokenizerSource, load_tokenizer, tokenize_rows
 from dspark_cache.verify import CacheFolder, verify_cache
 
@@ -279,66 +277,13 @@ def draw(lengths: Sequence[int], count: int) -> list[int]:
 # Rates of this machine
 
 
-@dataclass(frozen=True, slots=True)
-class RandomRows:
-    """Samples of given lengths with random states, the same for all: a source of rows for the cache writer."""
-
-    lengths: Sequence[int]
-    states: dict[str, torch.Tensor]
-    dtype: str = "bf16"
-
-    @classmethod
-    def make(cls, lengths: Sequence[int], form: StatesForm) -> RandomRows:
-        """Draw the states."""
-        generator = torch.Generator().manual_seed(SEED)
-        states = {
-            key: torch.randn(spec.shape, generator=generator).to(spec.dtype)
-            for key, spec in form.states(max(lengths)).items()
-        }
-        return cls(lengths, states)
-
-    def num_tokens(self, sample: int) -> int:
-        """Return T of a sample."""
-        return self.lengths[sample]
-
-    def rows(self, key: str, sample: int, start: int, stop: int) -> torch.Tensor:  # noqa: ARG002 - of a protocol
-        """Return tokens start (included) to stop (excluded)."""
-        if key == INPUT_IDS:
-            return torch.ones(stop - start, dtype=torch.int32)
-        return torch.ones(stop - start, dtype=torch.uint8) if key == LOSS_MASK else self.states[key][start:stop]
-
-    def features_of(self, samples: Sequence[int]) -> None:  # noqa: ARG002 - of a protocol
-        """Return that no file holds them yet."""
-        return
+def sizes_of(lengths: Sequence[int], form: StatesForm) -> Sizes:
+    """Return what a cache of samples of these lengths in this form looks like."""
+    layers = form.hidden_dim // form.last_dim
+    return Sizes(lengths=lengths, seq_length=SEQ_LENGTH, hidden_size=form.last_dim, layers=layers, dtype=form.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Config:
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-
-
-def make_cache(folder: Path, source: RandomRows, form: StatesForm, shard_bytes: int) -> None:
-    """Write a ragged cache with the library's writer, over an earlier one."""
-    # Target, type, configuration, S, dtype; then samples, shard_size, layers, data, split, seed, reasoning, template.
-    named: list[Any] = ["random", "random", _Config(64, form.last_dim, SMALL.layers), SEQ_LENGTH, form.dtype]
-    other: list[Any] = [len(source.lengths), 1, list(range(CAPTURED_LAYERS)), "random", None, SEED, False, "0" * 64]
-    manifest = build_cache_manifest(*named, *other)
-    capture: dict[str, Any] = {"identity": {}, "environments": [], "dropped": {}, "logits": {}}
-    provenance = Provenance(layout="ragged", shards_version=1, pad_token_id=0, tokens={}, capture=capture, files={})
-    plan = plan_cache(manifest, dict(enumerate(source.lengths)), shard_bytes=shard_bytes, provenance=provenance)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    write_cache(folder, plan, source, lambda path: _put_weights(path, form.last_dim), lambda _: None)
-
-
-def _put_weights(path: Path, hidden: int) -> str:
-    with put_file(path) as temporary:
-        return write_tensors(temporary, {EMBED_KEY: torch.ones(64, hidden, dtype=torch.bfloat16)})
-
-
-def put_block(path: Path, source: RandomRows, form: StatesForm) -> None:
+def put_block(path: Path, source: MadeRows, form: StatesForm) -> None:
     """Write a block as capture does: sample by sample, hashed, flushed, renamed."""
     specs = feature_specs(sum(source.lengths), len(source.lengths), form)
     with put_file(path) as temporary, ShardWriter(temporary, specs) as writer:
@@ -375,24 +320,26 @@ def measure_rates(work: Path, lengths: Sequence[int]) -> Rates:
 
     form, fp8_form, tiny = SMALL.form(), SMALL.form("fp8_e4m3"), StatesForm(dtype="bf16", hidden_dim=40, last_dim=8)
     drawn = draw(lengths, round(2e9 / form.token_bytes / statistics.fmean(lengths)))
-    whole, part = RandomRows.make(drawn, form), RandomRows.make(drawn[::4], form)
-    tokens = [sum(source.lengths) for source in (whole, part)]
+    whole, part = sizes_of(drawn, form), sizes_of(drawn[::4], form)
+    tokens = [sum(sizes.lengths) for sizes in (whole, part)]
     sizes = [number * form.token_bytes / 1e9 for number in tokens]
     cache, quarter, fp8, many, empty = folders = [work / name for name in ("cache", "quarter", "fp8", "many", "empty")]
     buffer = bytes(1 << 26)
     for name in ("sha256", "md5"):
         note(f"{name}, GB/s", GIB / 1e9, _hash, name, buffer, repeats=5)
     note("fresh memory, GB/s", GIB / 1e9, lambda: torch.empty(GIB, dtype=torch.uint8).fill_(1), repeats=5)
-    note("block, GB/s", sizes[0], put_block, work / "block", whole, form, repeats=5)
-    make_cache(cache, whole, form, 1 << 28)
-    make_cache(quarter, part, form, 1 << 28)
-    note("to fp8, GB/s of bf16", sizes[1], make_cache, fp8, part, fp8_form, 1 << 28)
+    note("block, GB/s", sizes[0], put_block, work / "block", MadeRows(whole, "bf16"), form, repeats=5)
+    make_cache(cache, whole, "ragged", shard_bytes=1 << 28)
+    make_cache(quarter, part, "ragged", shard_bytes=1 << 28)
+    options: dict[str, Any] = {"shard_bytes": 1 << 28, "source": MadeRows(part, "bf16")}
+    in_fp8 = partial(make_cache, fp8, sizes_of(part.lengths, fp8_form), "ragged", **options)
+    note("to fp8, GB/s of bf16", sizes[1], in_fp8)
     note("verify bytes, GB/s", sizes[0], _verify, cache, "bytes")
     note("verify values, GB/s", sizes[1], _verify, quarter, "values")
     note("read samples, tokens/s", tokens[0], _read_samples, cache, repeats=5)
     note("read batches, tokens/s", tokens[0], _read_batches, cache, repeats=5)
     note("read batches of fp8, tokens/s", tokens[1], _read_batches, fp8, repeats=5)
-    make_cache(many, RandomRows.make([8] * 1000, tiny), tiny, 1)
+    make_cache(many, sizes_of([8] * 1000, tiny), "ragged", shard_bytes=1)
     note("open, shards/s", 1000, CachedDSparkDataset, many, repeats=5)
     empty.mkdir()
     (empty / "file").write_bytes(b"x")

@@ -7,8 +7,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from benchmarks.made_caches import Sizes, evict, make_cache
-from benchmarks.ratios import Row, in_turn, rate, ratio
+from benchmarks.made_caches import TOKEN_BYTES, Sizes, evict, make_cache
+from benchmarks.ratios import Row, fastest, in_turn, rate, ratio
 from dspark_cache.verify import CacheFolder, verify_cache
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
         total_bytes: Size of the cache.
         rounds: How often.
     """
-    token_bytes = Sizes(lengths=[], seq_length=1).token_bytes
-    count = total_bytes // token_bytes // SEQ_LENGTH * 2
+    count = total_bytes // TOKEN_BYTES // SEQ_LENGTH * 2
     lengths = [SEQ_LENGTH // 2 + number * 7919 % (SEQ_LENGTH // 2) - SEQ_LENGTH // 4 for number in range(count)]
     cache = work / "verified"
     make_cache(cache, Sizes(lengths=lengths, seq_length=SEQ_LENGTH), "ragged", shard_bytes=total_bytes // SHARDS)
@@ -47,7 +46,7 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
         for threads in (1, 2, 4):
             ways[f"raw {threads}"] = lambda threads=threads: _read(files, threads, False)  # type: ignore[misc]
         seconds = in_turn(ways, rounds, prepare)
-        best = max((way for way in seconds if way.startswith("raw")), key=lambda way: rate(1, seconds[way]))
+        best = fastest(seconds, "raw")
         rates = {way: rate(size / 1e9, taken) for way, taken in seconds.items()}
         yield Row(
             name=f"verify values, {words}, {THREADS} threads: best raw read",

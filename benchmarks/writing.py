@@ -6,11 +6,11 @@ import hashlib
 import os
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.made_caches import MadeRows, Sizes, make_cache
+from benchmarks.made_caches import TOKEN_BYTES, MadeRows, Sizes, make_cache
 from benchmarks.plain import write_plainly
 from benchmarks.ratios import Row, in_turn, rate, ratio
 from benchmarks.workspace import bytes_written
@@ -34,12 +34,12 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
         total_bytes: Size of the shard.
         rounds: How often.
     """
-    token_bytes = Sizes(lengths=[], seq_length=1).token_bytes
-    sizes = Sizes(lengths=[SEQ_LENGTH] * (total_bytes // token_bytes // SEQ_LENGTH), seq_length=SEQ_LENGTH)
+    sizes = Sizes(lengths=[SEQ_LENGTH] * (total_bytes // TOKEN_BYTES // SEQ_LENGTH), seq_length=SEQ_LENGTH)
     cache, fp8, copy = work / "written", work / "fp8", work / "copy"
-    make_cache(cache, sizes, "ragged", shard_bytes=1 << 40)
-    content = (cache / shard_name(0)).read_bytes()
     source = MadeRows(sizes, "bf16")
+    options: dict[str, Any] = {"shard_bytes": 1 << 40, "source": source}
+    make_cache(cache, sizes, "ragged", **options)
+    content = (cache / shard_name(0)).read_bytes()
 
     def clear() -> None:
         for folder in (cache, fp8):
@@ -65,11 +65,11 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
 
     seconds = in_turn(
         {
-            "ours": lambda: make_cache(cache, sizes, "ragged", shard_bytes=1 << 40),
+            "ours": lambda: make_cache(cache, sizes, "ragged", **options),
             "raw": raw,
             "sha256": lambda: hashlib.sha256(content).hexdigest(),
             "plain": plain,
-            "to fp8": lambda: make_cache(fp8, replace(sizes, dtype="fp8_e4m3"), "ragged", shard_bytes=1 << 40),
+            "to fp8": lambda: make_cache(fp8, replace(sizes, dtype="fp8_e4m3"), "ragged", **options),
         },
         rounds,
         clear,
@@ -97,7 +97,7 @@ def rows(work: Path, total_bytes: int, rounds: int) -> Iterator[Row]:
     )
     clear()
     before = bytes_written()
-    make_cache(cache, sizes, "ragged", shard_bytes=1 << 40)
+    make_cache(cache, sizes, "ragged", **options)
     written = bytes_written() - before
     there = sum(path.stat().st_size for path in cache.iterdir())
     yield Row(

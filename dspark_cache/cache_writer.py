@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dspark_cache.files import FinishedParts
 
 CHUNK_BYTES = 1 << 24
-"""Each thread holds at most three such parts, and what it converts them to."""
+"""There are at most two more such parts, and what becomes of them, than threads."""
 _GROUP_BYTES = 1 << 20
 _SAFE_SCALE = 2.0**118
 """With a larger one the largest 8-bit number is more than bf16 has."""

@@ -136,8 +136,7 @@ class CachedDataLoader(DataLoader["Sample"]):
         finally:
             self.worker_init_fn, self.collate_fn = given
         for packed in batches:
-            batch = slabs.unpack(packed) if isinstance(packed, SlabBatch) else packed
-            yield {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
+            yield self._pinned(slabs.unpack(packed) if isinstance(packed, SlabBatch) else packed)
 
     def _new_slabs(self) -> Slabs | None:
         dataset, batch_size, ahead = self.dataset, self.batch_size, self.prefetch_factor
@@ -165,7 +164,9 @@ class CachedDataLoader(DataLoader["Sample"]):
 
     def _fetch(self, indices: Sequence[int]) -> Sample:
         read_all = getattr(self.dataset, "__getitems__", None)
-        batch: Sample = self.collate_fn(read_all(indices) if read_all else [self.dataset[index] for index in indices])
+        return self._pinned(self.collate_fn(read_all(indices) if read_all else [self.dataset[i] for i in indices]))
+
+    def _pinned(self, batch: Sample) -> Sample:
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
 
     def state_dict(self) -> dict[str, Any]:

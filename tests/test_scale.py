@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.made_caches import MadeRows, make_cache
 from benchmarks.scale import (
     BATCH_TOKENS,
     EXPERTS,
@@ -17,7 +18,6 @@ from benchmarks.scale import (
     SMALL,
     Demand,
     Load,
-    RandomRows,
     Schedule,
     Target,
     add_with_dvc,
@@ -29,7 +29,6 @@ from benchmarks.scale import (
     links_table,
     load_blocks,
     lockstep,
-    make_cache,
     padding_of,
     plan_loads,
     positions_a_token,
@@ -39,6 +38,7 @@ from benchmarks.scale import (
     replicate,
     scale_lengths,
     schedule_tables,
+    sizes_of,
     slices,
     speeds_of,
     take_turns,
@@ -290,7 +290,7 @@ def test_lengths_are_those_of_the_tokenizer_uncut(tmp_path: Path) -> None:
 
 def test_the_measured_cache_is_sound_and_has_the_bytes_that_are_derived(tmp_path: Path) -> None:
     lengths, form = [5, 3, 9, 1], TINY.form()
-    make_cache(tmp_path / "cache", RandomRows.make(lengths, form), form, 10 * form.token_bytes)
+    make_cache(tmp_path / "cache", sizes_of(lengths, form), "ragged", shard_bytes=10 * form.token_bytes)
     assert verify_cache(CacheFolder(tmp_path / "cache"), "values").findings == []
     files = [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(("shard-", "samples-"))]
     loads = load_blocks(cut_blocks(lengths, form.token_bytes, 10 * form.token_bytes), TINY)
@@ -302,7 +302,7 @@ def test_the_measured_cache_is_sound_and_has_the_bytes_that_are_derived(tmp_path
 
 
 def test_the_measured_block_is_what_capture_writes(tmp_path: Path) -> None:
-    source = RandomRows.make([5, 3], TINY.form())
+    source = MadeRows(sizes_of([5, 3], TINY.form()), "bf16")
     put_block(tmp_path / "block", source, TINY.form())
     ShardFile(tmp_path / "block").expect(feature_specs(8, 2, TINY.form()), exactly=True)
 
