@@ -13,10 +13,11 @@ import torch
 
 from dspark_cache.cache_plan import plan_cache
 from dspark_cache.cache_writer import write_cache
+from dspark_cache.dtypes import STORED_DTYPES
 from dspark_cache.files import put_file
 from dspark_cache.manifest import build_cache_manifest
 from dspark_cache.provenance import Provenance
-from dspark_cache.schema import EMBED_KEY, HIDDEN, INPUT_IDS, LOSS_MASK, STAGE_VERSIONS, STORED_DTYPES
+from dspark_cache.schema import EMBED_KEY, HIDDEN, INPUT_IDS, LOSS_MASK, STAGE_VERSIONS
 from dspark_cache.shard_file import write_tensors
 
 if TYPE_CHECKING:

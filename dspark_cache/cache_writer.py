@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from dspark_cache.cache_plan import CachePlan, shard_bytes
+from dspark_cache.dtypes import READ_DTYPES, STORED_DTYPES, TensorSpec
 from dspark_cache.errors import CacheFormatError, CaptureError
 from dspark_cache.files import dump_json, ensure_free_disk, keeps_holes, link_file, put_file
 from dspark_cache.fp8 import dequantise, quantise
@@ -32,12 +33,9 @@ from dspark_cache.schema import (
     LAST_HIDDEN,
     LOSS_MASK,
     MANIFEST_NAME,
-    READ_DTYPES,
     SAMPLE_OFFSETS,
     SCALES_OF,
-    STORED_DTYPES,
     TARGET_WEIGHTS_NAME,
-    TensorSpec,
 )
 from dspark_cache.shard_file import ShardWriter, file_bytes
 from dspark_cache.shards import shard_name

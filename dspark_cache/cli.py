@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.errors import DsparkCacheError, LockedError, SettingsError, Terminated, VerificationError
-from dspark_cache.schema import AUTO, PROVENANCE_NAME, STORED_DTYPES, VERIFY_LEVELS, VERSION
+from dspark_cache.schema import AUTO, PROVENANCE_NAME, SIGNIFICAND_BITS, VERIFY_LEVELS, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +115,7 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument("source", type=Path, help="folder of a cache, also of NeMo AutoModel")
     convert.add_argument("target", type=Path, help="folder of the new cache")
     convert.add_argument("--layout", choices=("padded", "ragged"))
-    convert.add_argument("--dtype", choices=tuple(STORED_DTYPES), help="with no more significant bits than the source")
+    convert.add_argument("--dtype", choices=tuple(SIGNIFICAND_BITS), help="with no more significant bits than SOURCE")
     convert.add_argument("--shard-size", type=_shard_size, help="samples a padded shard, or auto")
     convert.add_argument("--shard-bytes", type=int, help="bytes of states at which a ragged shard is full; 2 GiB")
     convert.add_argument("--layers", type=_layers, help="layer ids to keep, as 1,9,17")

@@ -16,21 +16,13 @@ from typing import TYPE_CHECKING, Any
 from dspark_cache.cache_plan import CachePlan, plan_cache, resolve_shard_size
 from dspark_cache.cache_writer import ensure_room, write_cache
 from dspark_cache.cached_rows import CachedRows
+from dspark_cache.dtypes import READ_DTYPES, STORED_DTYPES
 from dspark_cache.errors import SettingsError, VerificationError
 from dspark_cache.files import file_digest, make_folder, resume_folder
 from dspark_cache.manifest import manifest_path
 from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm
-from dspark_cache.schema import (
-    AUTO,
-    EVAL,
-    FP8,
-    READ_DTYPES,
-    SIGNIFICAND_BITS,
-    STAGE_VERSIONS,
-    STORED_DTYPES,
-    TRAIN,
-)
+from dspark_cache.schema import AUTO, EVAL, FP8, SIGNIFICAND_BITS, STAGE_VERSIONS, TRAIN
 from dspark_cache.target_weights import TargetWeightsCopy
 from dspark_cache.tokens import hold_out
 from dspark_cache.verify import CacheFolder, verify_cache

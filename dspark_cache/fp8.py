@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dspark_cache.dtypes import STORED_DTYPES
 from dspark_cache.memory import empty
-from dspark_cache.schema import FP8, STORED_DTYPES
+from dspark_cache.schema import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

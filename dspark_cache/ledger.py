@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import Block, distinct_environments
+from dspark_cache.dtypes import DTYPE_MAP
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError
 from dspark_cache.files import put_output
-from dspark_cache.schema import DTYPE_MAP, STAGE_VERSIONS
+from dspark_cache.schema import STAGE_VERSIONS
 from dspark_cache.strict_json import Fields, is_int, read_json_object
 
 if TYPE_CHECKING:

@@ -11,18 +11,17 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dspark_cache.dtypes import DTYPE_MAP, STORED_DTYPES
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import dump_json, put_bytes
 from dspark_cache.schema import (
     DSPARK_FORMAT_VERSION,
     DSPARK_NAME,
     DSPARK_PRODUCER,
-    DTYPE_MAP,
     IDENTITY_EXEMPT,
     MANIFEST_DEFAULTS,
     MANIFEST_NAME,
     RAGGED_FORMAT_VERSION,
-    STORED_DTYPES,
 )
 from dspark_cache.strict_json import ensure_no_foreign_link, is_int, is_sha256, read_json_object, shortened
 

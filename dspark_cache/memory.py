@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dspark_cache.schema import TensorSpec
+    from dspark_cache.dtypes import TensorSpec
 
 PAGES_FROM_BYTES = 1 << 20
 """Smaller tensors come from the heap, whose pages are in use already."""

@@ -13,24 +13,14 @@ from typing import TYPE_CHECKING, Any
 from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore
 from dspark_cache.cache_plan import CachePlan, plan_cache, resolve_shard_size
 from dspark_cache.cache_writer import SharedFile, ensure_room, write_cache
+from dspark_cache.dtypes import DTYPE_MAP, READ_DTYPES, TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import file_digest, link_file, put_folder
 from dspark_cache.ledger import Ledger, Place, place_samples
 from dspark_cache.manifest import build_cache_manifest
 from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm
-from dspark_cache.schema import (
-    DTYPE_MAP,
-    EMBED_KEY,
-    EVAL,
-    INPUT_IDS,
-    LOSS_MASK,
-    READ_DTYPES,
-    STAGE_VERSIONS,
-    TARGET_WEIGHTS_NAME,
-    TRAIN,
-    TensorSpec,
-)
+from dspark_cache.schema import EMBED_KEY, EVAL, INPUT_IDS, LOSS_MASK, STAGE_VERSIONS, TARGET_WEIGHTS_NAME, TRAIN
 from dspark_cache.shard_file import ShardFile
 from dspark_cache.target_weights import TargetWeightsCopy
 from dspark_cache.tokens import hold_out

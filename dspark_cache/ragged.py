@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dspark_cache.dtypes import STORED_DTYPES, TensorSpec
 from dspark_cache.errors import CacheFormatError
 from dspark_cache.fp8 import dequantise
 from dspark_cache.schema import (
@@ -26,8 +27,6 @@ from dspark_cache.schema import (
     LOSS_MASK,
     SAMPLE_OFFSETS,
     SCALES_OF,
-    STORED_DTYPES,
-    TensorSpec,
 )
 from dspark_cache.shard_file import Header, file_bytes, open_cache_file
 from dspark_cache.shards import shard_name

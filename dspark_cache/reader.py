@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dspark_cache.batch_reading import Padding, Piece, ReadThreads, Samples, cut_pieces
+from dspark_cache.dtypes import READ_DTYPES, TensorSpec
 from dspark_cache.errors import CacheFormatError, SettingsError
 from dspark_cache.identity import ensure_expected
 from dspark_cache.manifest import (
@@ -42,8 +43,6 @@ from dspark_cache.schema import (
     INPUT_IDS,
     LAST_HIDDEN,
     LOSS_MASK,
-    READ_DTYPES,
-    TensorSpec,
 )
 from dspark_cache.shard_file import Header, open_cache_file, physical_memory
 from dspark_cache.shards import shard_path, shard_rows, validate_contiguous_shards

@@ -1,6 +1,6 @@
 """Plain facts of the formats: names, keys, dtypes, versions. Each fact has its one home here.
 
-Second module of the flow: it imports only torch.
+Second module of the flow: it imports nothing, so that a command line can begin before torch is there.
 
 Shape letters used in all docstrings:
 
@@ -12,10 +12,7 @@ Shape letters used in all docstrings:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
-
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,37 +48,9 @@ SCALES_OF: Final = {HIDDEN: HIDDEN_SCALES, LAST_HIDDEN: LAST_HIDDEN_SCALES}
 SAMPLE_OFFSETS: Final = "sample_offsets"
 """int64 [n+1]: sample i of a ragged file is rows offsets[i] (included) to offsets[i+1] (excluded)."""
 
-DTYPE_MAP: Final[dict[str, torch.dtype]] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
 FP8: Final = "fp8_e4m3"
-STORED_DTYPES: Final[dict[str, torch.dtype]] = {**DTYPE_MAP, FP8: torch.float8_e4m3fn}
-"""Dtypes in which a cache may store states; fp8 in the ragged layout only."""
-READ_DTYPES: Final[dict[str, torch.dtype]] = {**DTYPE_MAP, FP8: torch.bfloat16}
-"""Dtype in which a reader gets the states of a cache, and in which its target weights are stored."""
-SIGNIFICAND_BITS: Final = {FP8: 4, "bf16": 8, "fp16": 11, "fp32": 24}
-"""Significant bits of a number: states are never converted to a dtype with more than they were rounded to."""
-
-SAFETENSORS_DTYPES: Final[dict[str, torch.dtype]] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-SAFETENSORS_NAMES: Final = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+SIGNIFICAND_BITS: Final = {"bf16": 8, "fp16": 11, "fp32": 24, FP8: 4}
+"""Dtype in which a cache may store states to its significant bits: none is converted to one with more."""
 
 STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 2, "shards": 4, "verify": 4}
 """Raised when the same input would give other output; `stages/versions.yaml` holds the same numbers."""
@@ -104,32 +73,3 @@ MANIFEST_DEFAULTS: Final[Mapping[str, bool]] = {
     "mask_generation_prompt": False,
 }
 """Values of manifest keys that are younger than the format: what an older producer did."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """Dtype and shape of one tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def resized(self, extent: int) -> TensorSpec:
-        """Return the spec with another first extent."""
-        return TensorSpec(dtype=self.dtype, shape=(extent, *self.shape[1:]))
-
-    def stacked(self, rows: int) -> TensorSpec:
-        """Return the spec of `rows` such tensors, one after the other along a new first dimension."""
-        return TensorSpec(dtype=self.dtype, shape=(rows, *self.shape))
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension."""
-        size = self.dtype.itemsize
-        for extent in self.shape[1:]:
-            size *= extent
-        return size
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.row_bytes * self.shape[0] if self.shape else self.dtype.itemsize

@@ -18,8 +18,9 @@ from omegaconf import OmegaConf
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from dspark_cache.dtypes import DTYPE_MAP, STORED_DTYPES
 from dspark_cache.errors import SettingsError
-from dspark_cache.schema import AUTO, DTYPE_MAP, FP8, STORED_DTYPES, VERIFY_LEVELS
+from dspark_cache.schema import AUTO, FP8, VERIFY_LEVELS
 from dspark_cache.strict_json import is_int
 
 if TYPE_CHECKING:

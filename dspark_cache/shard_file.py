@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from dspark_cache.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import byte_view, start_writeback, write_exactly
 from dspark_cache.memory import empty
-from dspark_cache.schema import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, TensorSpec
 from dspark_cache.strict_json import ensure_no_foreign_link, is_int, parse_json_object, shortened
 
 if TYPE_CHECKING:

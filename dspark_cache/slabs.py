@@ -23,7 +23,7 @@ from dspark_cache.files import byte_view
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dspark_cache.schema import TensorSpec
+    from dspark_cache.dtypes import TensorSpec
 
     Batch = dict[str, torch.Tensor]
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from dspark_cache.dtypes import DTYPE_MAP, SAFETENSORS_NAMES
 from dspark_cache.errors import InputError, SettingsError
 from dspark_cache.inputs import fetch_snapshot
-from dspark_cache.schema import DTYPE_MAP, SAFETENSORS_NAMES
 from dspark_cache.shard_file import ShardFile
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dspark_cache.dtypes import TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.manifest import is_ragged, read_manifest
-from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, TARGET_WEIGHTS_NAME, TensorSpec
+from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, TARGET_WEIGHTS_NAME
 from dspark_cache.shard_file import ShardFile, ShardWriter, file_bytes, open_cache_file, write_tensors
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dspark_cache.dtypes import TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError, RowError, SettingsError
 from dspark_cache.files import byte_view, naming, put_file, put_json
 from dspark_cache.loss_masks import common_prefix
-from dspark_cache.schema import INPUT_IDS, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS, TensorSpec
+from dspark_cache.schema import INPUT_IDS, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS
 from dspark_cache.shard_file import ShardFile, ShardWriter
 from dspark_cache.strict_json import Fields, read_json_object
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dspark_cache.dtypes import READ_DTYPES, TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, DsparkCacheError
 from dspark_cache.files import file_digest
 from dspark_cache.fp8 import are_scales_right, dequantise
@@ -35,12 +36,10 @@ from dspark_cache.schema import (
     LOSS_MASK,
     MANIFEST_NAME,
     PROVENANCE_NAME,
-    READ_DTYPES,
     SAMPLE_OFFSETS,
     SCALES_OF,
     TARGET_WEIGHTS_NAME,
     VERIFY_LEVELS,
-    TensorSpec,
 )
 from dspark_cache.shard_file import open_cache_file, physical_memory
 from dspark_cache.shard_stream import read_values

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dspark_cache.dtypes import STORED_DTYPES
 from dspark_cache.fp8 import _parts, dequantise, largest_magnitudes_, quantise
 from dspark_cache.recompute import ROUNDING_TOLERANCE, relative_l2
-from dspark_cache.schema import STORED_DTYPES
 
 
 def states(layers: int, size: int, factor: float) -> torch.Tensor:

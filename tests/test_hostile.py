@@ -27,9 +27,10 @@ from torch.utils.data import DataLoader
 
 from dspark_cache import CachedDSparkDataset, write_manifest
 from dspark_cache.cli import main
+from dspark_cache.dtypes import TensorSpec
 from dspark_cache.errors import CacheFormatError
 from dspark_cache.manifest import ragged_manifest
-from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, TensorSpec
+from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS
 from dspark_cache.shard_file import encode_header
 from tests.repository import ROOT
 from tests.test_fuzz import LAYOUTS, LENGTH, NUM_SAMPLES, make_sound, padded_manifest, sealed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import dspark_cache
 FLOW = [
     "errors",
     "schema",
+    "dtypes",
     "strict_json",
     "files",
     "memory",
@@ -141,3 +143,32 @@ def test_the_core_imports_torch_safetensors_and_the_standard_library_only(module
         for name in imported_names(node)
     }
     assert names <= {"dspark_cache", "torch", "safetensors", *sys.stdlib_module_names}
+
+
+def test_names_imported_when_asked_for_are_those_that_types_see() -> None:
+    """`__init__` has a table for one and imports for the other."""
+    eager = [node for node in ast.parse((FOLDER / "__init__.py").read_text()).body if isinstance(node, ast.ImportFrom)]
+    seen = {
+        alias.asname or alias.name: f"{(node.module or '').removeprefix('dspark_cache.')}.{alias.name}"
+        for node in imports("__init__")
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (node.module or "").startswith("dspark_cache.") and ast.dump(node) not in map(ast.dump, eager)
+    }
+    homes = {name: home if "." in home else f"{home}.{name}" for name, home in dspark_cache._HOMES.items()}
+    assert homes == seen
+    assert list(dspark_cache._HOMES) == sorted(dspark_cache._HOMES)
+
+
+@pytest.mark.parametrize("statement", ["import dspark_cache", "import dspark_cache.cli; dspark_cache.cli._parser()"])
+def test_nothing_heavy_is_imported_before_it_is_needed(statement: str) -> None:
+    heavy = {"torch", "transformers", "safetensors", "dvc", "omegaconf"}
+    code = f"import sys; {statement}; print(sorted({heavy!r} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'dspark_cache' has no attribute 'nosuch'"):
+        _ = dspark_cache.nosuch
+    assert set(dspark_cache.__all__) <= set(dir(dspark_cache))

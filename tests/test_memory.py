@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dspark_cache.dtypes import TensorSpec
 from dspark_cache.memory import PAGES_FROM_BYTES, BatchMemory, empty
-from dspark_cache.schema import TensorSpec
 
 LARGE = PAGES_FROM_BYTES // 4
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_cache import CachedDSparkDataset, read_manifest, write_shard
+from dspark_cache.dtypes import TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.offline_cache import CachedTensorDataset
@@ -21,7 +22,7 @@ from dspark_cache.pins import folder_digest
 from dspark_cache.provenance import MAX_PROVENANCE_BYTES
 from dspark_cache.ragged import samples_name
 from dspark_cache.reader import ensure_sample_fits, sample_specs
-from dspark_cache.schema import INPUT_IDS, LAST_HIDDEN, LOSS_MASK, TensorSpec
+from dspark_cache.schema import INPUT_IDS, LAST_HIDDEN, LOSS_MASK
 from dspark_cache.shard_file import ShardFile
 from dspark_cache.shards import shard_name
 from tests.caches import change_content, equal, make_ragged, record_files

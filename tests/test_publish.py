@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, read_manifest, write_shard
 from dspark_cache.blocks import Block, BlockStore
+from dspark_cache.dtypes import DTYPE_MAP
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, CaptureError, LockedError, SettingsError
 from dspark_cache.files import FileLock, file_digest, put_file
 from dspark_cache.ledger import place_samples, read_ledger
@@ -25,7 +26,7 @@ from dspark_cache.progress import Progress
 from dspark_cache.provenance import read_provenance
 from dspark_cache.publish import Captured, placed_samples, plan_caches, publish_cache
 from dspark_cache.ragged import StatesForm, feature_specs
-from dspark_cache.schema import DTYPE_MAP, HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS
+from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPLE_OFFSETS, STAGE_VERSIONS
 from dspark_cache.settings import check_settings
 from dspark_cache.shard_file import file_bytes, write_tensors
 from dspark_cache.tokens import Tokens

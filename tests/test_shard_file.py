@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dspark_cache import shard_file
+from dspark_cache.dtypes import SAFETENSORS_DTYPES, TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
-from dspark_cache.schema import SAFETENSORS_DTYPES, TensorSpec
 from dspark_cache.shard_file import (
     ShardFile,
     ShardWriter,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dspark_cache.dtypes import STORED_DTYPES, TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
-from dspark_cache.schema import STORED_DTYPES, TensorSpec
 from dspark_cache.shard_file import TensorPlace, encode_header, open_cache_file, write_tensors
 from dspark_cache.shard_stream import CHUNK_BYTES, Run, cut_runs, read_values
 

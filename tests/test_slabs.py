@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import _utils
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, build_cached_dspark_dataloader, slabs
+from dspark_cache.dtypes import TensorSpec
 from dspark_cache.errors import SettingsError
-from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, TensorSpec
+from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN
 from dspark_cache.slabs import SlabBatch, Slabs, slab_bytes
 from tests.caches import make_ragged
 
