@@ -20,6 +20,7 @@ from dspark_cache.dtypes import READ_DTYPES, STORED_DTYPES
 from dspark_cache.errors import SettingsError, VerificationError
 from dspark_cache.files import file_digest, make_folder, resume_folder
 from dspark_cache.manifest import manifest_path
+from dspark_cache.progress import ShowProgress, silent
 from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm
 from dspark_cache.schema import AUTO, EVAL, FP8, SIGNIFICAND_BITS, STAGE_VERSIONS, TRAIN
@@ -28,12 +29,10 @@ from dspark_cache.tokens import hold_out
 from dspark_cache.verify import CacheFolder, verify_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
     from dspark_cache.manifest import PathLike
-
-    Advance = Callable[[int], None]
+    from dspark_cache.progress import Advance
 
 DEFAULT_SHARD_BYTES = 1 << 31
 _FORM_KEYS = ("layout", "pad_token_id", "shard_samples", "complete", "format_version")
@@ -76,7 +75,7 @@ def convert_cache(
     *,
     check_disk: bool = True,
     num_threads: int = 1,
-    progress: Callable[[str, int, str], AbstractContextManager[Advance]],
+    progress: ShowProgress = silent,
 ) -> None:
     """Make the cache `target` from the cache `source`; it appears complete and verified, or not at all.
 
@@ -86,7 +85,7 @@ def convert_cache(
         conversion: What is to be other.
         check_disk: Refuse to begin where less disk is free than will be written.
         num_threads: Threads that read and convert; later shards verified at a time.
-        progress: Given name, total and unit of a step, returns a context of what is told of finished units.
+        progress: Shows the progress of each step.
 
     Raises:
         CacheNotFoundError, CacheFormatError: The source is not whole.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.cached_rows import CachedRows
+from dspark_cache.progress import Advance, ShowProgress, silent
 from dspark_cache.recompute import relative_l2
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN, LOSS_MASK
 from dspark_cache.strict_json import NOTHING, differences
@@ -30,9 +31,14 @@ class _Side:
     keys: list[str]
 
     @classmethod
-    def read(cls, cache: Path, pad_token_id: int | None) -> _Side:
+    def read(cls, cache: Path, pad_token_id: int | None, progress: ShowProgress) -> _Side:
         rows = CachedRows(cache, pad_token_id=pad_token_id)
-        return cls(rows=rows, keys=[rows.key(index) for index in range(len(rows.dataset))])
+        keys = []
+        with progress(f"ids of {cache}", len(rows.dataset), "samples") as advance:
+            for index in range(len(rows.dataset)):
+                keys.append(rows.key(index))
+                advance(1)
+        return cls(rows=rows, keys=keys)
 
     def origin(self) -> dict[str, Any]:
         """Return manifest and provenance, without what follows from the files."""
@@ -57,7 +63,12 @@ class _Side:
 
 
 def diff_caches(
-    first: PathLike, second: PathLike, *, max_samples: int | None = None, pad_token_id: int | None = None
+    first: PathLike,
+    second: PathLike,
+    *,
+    max_samples: int | None = None,
+    pad_token_id: int | None = None,
+    progress: ShowProgress = silent,
 ) -> dict[str, Any]:
     """Compare two caches; samples are the same if their token ids are.
 
@@ -66,6 +77,7 @@ def diff_caches(
         second: Folder of another.
         max_samples: Common samples whose states and masks are compared, spread evenly; None: all.
         pad_token_id: Id at padding, of caches that do not say.
+        progress: Shows the progress of each step.
 
     Returns:
         `identity`: full key to the values in the `first` and the `second`, of what differs in manifest and
@@ -77,11 +89,13 @@ def diff_caches(
         CacheNotFoundError, CacheFormatError: A cache is not whole.
         SettingsError: A cache does not say how it is padded.
     """
-    old, new = _Side.read(Path(first), pad_token_id), _Side.read(Path(second), pad_token_id)
+    old, new = (_Side.read(Path(path), pad_token_id, progress) for path in (first, second))
     places, new_places = old.first_index(), new.first_index()
     common = [key for key in places if key in new_places]
     step = 1 if max_samples is None else max(1, -(-len(common) // max(1, max_samples)))
-    masks, drift = _compare(old, new, [(places[key], new_places[key]) for key in common[::step]])
+    pairs = [(places[key], new_places[key]) for key in common[::step]]
+    with progress("compare", len(pairs), "samples") as advance:
+        masks, drift = _compare(old, new, pairs, advance)
     return {
         "identity": {
             key: {side: value for side, value in zip(_SIDES, pair, strict=True) if value is not NOTHING}
@@ -93,7 +107,7 @@ def diff_caches(
             "common": (Counter(old.keys) & Counter(new.keys)).total(),
             "same_order": common == [key for key in new_places if key in places],
         },
-        "masks": {"compared": len(common[::step]), "different": masks},
+        "masks": {"compared": len(pairs), "different": masks},
         "drift": drift,
     }
 
@@ -110,7 +124,9 @@ def _changed(name: str, side: _Side, other: _Side) -> dict[str, Any]:
     return {name: len(indices), f"{name}_first": indices[:MAX_NAMED]}
 
 
-def _compare(old: _Side, new: _Side, pairs: list[tuple[int, int]]) -> tuple[int, dict[str, dict[str, float]]]:
+def _compare(
+    old: _Side, new: _Side, pairs: list[tuple[int, int]], advance: Advance
+) -> tuple[int, dict[str, dict[str, float]]]:
     """Return how many pairs have different masks, and mean and largest relative L2 of each state that both have."""
     masks = tokens = 0
     sums: dict[str, float] = {}
@@ -123,6 +139,7 @@ def _compare(old: _Side, new: _Side, pairs: list[tuple[int, int]]) -> tuple[int,
             distances = relative_l2(after[name], before[name])
             sums[name] = sums.get(name, 0.0) + float(distances.sum())
             largest[name] = max(largest.get(name, 0.0), float(distances.max()))
+        advance(1)
     drift = {name: (sums[name] / tokens, largest[name]) for name in sorted(largest)}
     return masks, {
         name: {"mean_relative_l2": float(f"{mean:.3g}"), "worst_relative_l2": float(f"{worst:.3g}")}

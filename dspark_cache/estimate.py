@@ -16,6 +16,7 @@ from dspark_cache.capture import GIB
 from dspark_cache.dtypes import DTYPE_MAP, READ_DTYPES, STORED_DTYPES, TensorSpec
 from dspark_cache.errors import CacheNotFoundError, InputError
 from dspark_cache.files import nearest_existing
+from dspark_cache.progress import ShowProgress, silent
 from dspark_cache.ragged import StatesForm, feature_specs
 from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY
 from dspark_cache.shard_file import file_bytes
@@ -25,9 +26,8 @@ from dspark_cache.tokenize_run import open_conversations, params_identity
 from dspark_cache.tokens import TokenCounts, Tokens, hold_out, sample_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from dspark_cache.progress import Progress
     from dspark_cache.settings import CacheSettings
 
 FORMS = tuple(("padded", dtype) for dtype in DTYPE_MAP) + tuple(("ragged", dtype) for dtype in STORED_DTYPES)
@@ -164,16 +164,14 @@ def samples_of_tokens(tokens: Tokens) -> Samples:
     return Samples(lengths=tokens.offsets.diff().tolist(), keys=tokens.keys(), seq_length=tokens.seq_length)
 
 
-def read_samples(
-    stage: StageContext, *, max_rows: int | None, progress: Callable[[int], Progress]
-) -> tuple[Samples, str]:
+def read_samples(stage: StageContext, *, max_rows: int | None, progress: ShowProgress = silent) -> tuple[Samples, str]:
     """Return the samples of a run and where they were taken from.
 
     Args:
         stage: The repository.
         max_rows: Tokenise as many conversations, spread evenly, and take them for all; None: `tokens/` if it was made
             with the params of now, else all conversations.
-        progress: Given the number of rows to tokenise.
+        progress: Shows the progress of tokenising.
 
     Raises:
         InputError: The inputs cannot be used, or give no sample.
@@ -189,19 +187,17 @@ def read_samples(
     return _tokenised(stage, max_rows, progress)
 
 
-def _tokenised(
-    stage: StageContext, max_rows: int | None, make_progress: Callable[[int], Progress]
-) -> tuple[Samples, str]:
+def _tokenised(stage: StageContext, max_rows: int | None, progress: ShowProgress) -> tuple[Samples, str]:
     conversations = open_conversations(stage, check_pins=False)
     order = conversations.order
     step = 1 if max_rows is None else max(1, -(-len(order) // max_rows))
     chosen = [order[index] for index in range(0, len(order), step)]
     lengths, keys = [], []
-    with make_progress(len(chosen)) as progress:
+    with progress("tokenize", len(chosen), "rows") as advance:
         for sample in conversations.samples(TokenCounts(), chosen):
             lengths.append(len(sample.input_ids))
             keys.append(sample_key(torch.tensor(sample.input_ids, dtype=torch.int32)))
-            progress.advance(1)
+            advance(1)
     if not lengths:
         raise InputError(f"{stage.settings.data.path}: none of {len(chosen)} conversations gives a sample")
     count = _scaled(len(lengths), len(order), len(chosen), stage.settings.data.limit)

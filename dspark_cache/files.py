@@ -26,7 +26,7 @@ from dspark_cache.errors import LockedError, SettingsError
 from dspark_cache.strict_json import is_int
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -108,12 +108,13 @@ def _create_temporary(path: Path) -> tuple[Path, int]:
     return temporary, mode
 
 
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file's content."""
+def file_digest(path: Path, advance: Callable[[int], None] = lambda _: None) -> str:
+    """Return the sha256 of a file's content; `advance` is told of the bytes that were read."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as stream:
         while chunk := stream.read(_HASH_BYTES):
             digest.update(chunk)
+            advance(len(chunk))
     return digest.hexdigest()
 
 

@@ -223,8 +223,12 @@ def _is_input_name(name: str) -> bool:
 class Fingerprints:
     """Content fingerprints; the digest of a file is remembered by its path, inode, size and mtime."""
 
-    def __init__(self, memo_path: Path | None) -> None:
-        """Remember digests in `memo_path` (None: nowhere); an unreadable memo is forgotten."""
+    def __init__(self, memo_path: Path | None, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Remember digests in `memo_path` (None: nowhere); an unreadable memo is forgotten.
+
+        `advance` is told of the bytes that are hashed.
+        """
+        self._advance = advance
         self._memo_path = memo_path
         self._memo: dict[str, object] = {}
         self._is_changed = False
@@ -264,7 +268,7 @@ class Fingerprints:
         known = self._memo.get(key)
         if isinstance(known, list) and len(known) == 4 and known[:3] == state:
             return str(known[3])
-        digest = file_digest(file)
+        digest = file_digest(file, self._advance)
         self._memo[key] = [*state, digest]
         self._is_changed = True
         return digest

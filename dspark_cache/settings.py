@@ -8,6 +8,7 @@ OmegaConf structured config and handed out as the frozen dataclasses below.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 import types
 import typing
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 ENVIRONMENT_PREFIX = "DSPARK_"
+_SIMILAR = 0.8
+"""From which similarity on, of 1, a name is taken for a mistyped one: `dat` has 0.86, `date` 0.75, `dataset` 0.73."""
 YAML_ERRORS = (YAMLError, ValueError, RecursionError)
 """What ruamel.yaml raises on bad text; ValueError comes from dates that do not exist and from bad UTF-8."""
 
@@ -38,94 +43,124 @@ def is_slice(text: str) -> bool:
     return found is not None and 1 <= int(found[1]) <= int(found[2])
 
 
-def _at_least(default: Any, minimum: int) -> Any:
-    return field(default=default, metadata={"minimum": minimum})
+def _key(default: Any, about: str, **rules: Any) -> Any:
+    """Return the field of a key.
 
-
-def _one_of(default: str, *choices: str) -> Any:
-    return field(default=default, metadata={"choices": choices})
+    Args:
+        default: Its value where params.yaml has none.
+        about: What it means: the comment beside it in params.yaml, and its line in docs/parameters.md.
+        rules: `minimum` of a number; `choices` of a text; `words` that may stand for a number; or `form`, what a text
+            must look like and the function that says whether it does.
+    """
+    return field(default=default, metadata={"about": about, **rules})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
     """Section `data`: which conversations, in which order, and what of them is supervised."""
 
-    path: str = "inputs/data/conversations.jsonl"
-    revision: str | None = None
-    split: str | None = None
-    shuffle: bool | None = None
-    shuffle_seed: int = _at_least(42, 0)
-    seq_length: int = _at_least(256, 2)
-    """Tokens a sample is cut to."""
-    mask_reasoning_content: bool = False
-    mask_generation_prompt: bool = False
-    min_loss_tokens: int = _at_least(0, 0)
-    skip_invalid: bool = False
-    limit: int | None = _at_least(None, 1)
-    eval_samples: int = _at_least(0, 0)
-    """Distinct samples, the first ones, that are published as `cache-eval/` and left out of `cache/`."""
+    path: str = _key("inputs/data/conversations.jsonl", "file or folder of conversations, or a hub data set id")
+    revision: str | None = _key(None, "hub commit, or sha256:... for a path outside inputs/")
+    split: str | None = _key(None, "null: all; train, train[:5000], train[:95%]")
+    shuffle: bool | None = _key(None, "null: Parquet and hub yes, JSON no; true; false")
+    shuffle_seed: int = _key(42, "of that order", minimum=0)
+    seq_length: int = _key(256, "tokens a sample is cut to; 4096 for real drafts", minimum=2)
+    mask_reasoning_content: bool = _key(False, "leave reasoning unsupervised")
+    mask_generation_prompt: bool = _key(False, "leave what the template puts before an answer unsupervised")
+    min_loss_tokens: int = _key(
+        0, "drop samples with fewer supervised tokens; DSpark uses 14 = 2 x block size", minimum=0
+    )
+    skip_invalid: bool = _key(False, "skip and count rows that are no conversation, instead of stopping")
+    limit: int | None = _key(None, "first n samples, for a trial; null: all", minimum=1)
+    eval_samples: int = _key(
+        0, "distinct samples, the first ones, held out of cache/ and published as cache-eval/", minimum=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSettings:
     """Section `target`: the frozen model, the layers captured, and how it runs."""
 
-    model: str = "inputs/target"
-    revision: str | None = None
-    chat_template: str | None = None
-    layer_ids: list[int] | None = _at_least(None, -1)  # noqa: RUF009 - a frozen field, not a mutable default
-    draft_num_hidden_layers: int = _at_least(5, 1)
-    compute_dtype: str = _one_of("auto", "auto", *DTYPE_MAP)
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
-    nonfinite: str = _one_of("error", "error", "drop")
-    block_bytes: int = _at_least(2147483648, 1)
+    model: str = _key("inputs/target", "folder or hub id")
+    revision: str | None = _key(None, "hub commit, or sha256:... for a path outside inputs/")
+    chat_template: str | None = _key(None, "inline Jinja, or a path under inputs/; null: the tokenizer's own")
+    layer_ids: list[int] | None = _key(  # noqa: RUF009 - a frozen field, not a mutable default
+        None, "explicit ids; null: even spread over draft_num_hidden_layers", minimum=-1
+    )
+    draft_num_hidden_layers: int = _key(5, "layers that null spreads evenly, up to the last", minimum=1)
+    compute_dtype: str = _key("auto", "the checkpoint's own dtype; bf16, fp16, fp32", choices=("auto", *DTYPE_MAP))
+    attn_implementation: str | None = _key(None, "null: transformers' choice")
+    trust_remote_code: bool = _key(False, "run the code of a checkpoint that brings its own")
+    nonfinite: str = _key(
+        "error", "states that are not finite stop the run; drop: their samples are left out", choices=("error", "drop")
+    )
+    block_bytes: int = _key(2147483648, "states of a block in scratch", minimum=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
     """Section `cache`: the published form."""
 
-    layout: str = _one_of("padded", "padded", "ragged")
-    dtype: str = _one_of("bf16", *STORED_DTYPES)
-    """Of the states; fp8_e4m3 in the ragged layout only."""
-    shard_size: int | str = field(default=16, metadata={"words": (AUTO,), "minimum": 1})
-    """Samples a shard of the padded layout; auto: as many as `shard_bytes` hold, of this seq_length and width."""
-    shard_bytes: int = _at_least(2147483648, 1)
-    """Size of states at which a ragged shard is full; a larger sample has one of its own."""
+    layout: str = _key(
+        "padded",
+        "padded (format 1, read by NeMo AutoModel) or ragged (format 2, real tokens only)",
+        choices=("padded", "ragged"),
+    )
+    dtype: str = _key(
+        "bf16",
+        "bf16, fp16, fp32; fp8_e4m3 (ragged only): half of bf16, read back in bf16",
+        choices=tuple(STORED_DTYPES),
+    )
+    shard_size: int | str = _key(
+        16, "padded: samples a shard; auto: as many as shard_bytes hold", words=(AUTO,), minimum=1
+    )
+    shard_bytes: int = _key(
+        2147483648, "ragged: bytes of states a shard; a larger sample has one of its own", minimum=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySettings:
     """Section `verify`: how far the published cache is checked."""
 
-    level: str = _one_of("values", *VERIFY_LEVELS)
-    recompute_samples: int = _at_least(4, 0)
+    level: str = _key("values", "files < headers < bytes < values < supervision", choices=VERIFY_LEVELS)
+    recompute_samples: int = _key(4, "samples run through the target once more; 0: no target needed", minimum=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSettings:
     """Section `runtime`: where and how fast, never what; part of no identity."""
 
-    device: str = "auto"
-    processes: int | str = field(default=AUTO, metadata={"words": (AUTO,), "minimum": 1})
-    """Processes that capture on this machine; auto: one a visible GPU."""
-    parallelism: str = _one_of("replicate", "replicate", "fsdp", "tensor")
-    group_size: int | str = field(default=AUTO, metadata={"words": (AUTO,), "minimum": 1})
-    """Processes that share one copy of the target where it is sharded; auto: those of one machine."""
-    slice: str | None = field(default=None, metadata={"form": ("K/N with K from 1 to N", is_slice)})
-    """Part of the blocks that this run computes, independently of the others, without writing the ledger."""
-    max_tokens_per_batch: int = _at_least(8192, 1)
-    """Rows times width of one forward; a longer sample is a batch of its own."""
-    num_workers: int = _at_least(2, 0)
-    scratch_dir: str = ".work"
-    keep_blocks: bool = True
-    host_memory_gb: float = _at_least(4.0, 0)
-    """GiB of captured states that each process holds on the host while they wait for the disk."""
-    allow_mixed: bool = False
-    check_blocks: str = _one_of("headers", "headers", "digest")
-    check_disk: bool = True
-    """Refuse to start where less disk is free than will be written."""
+    device: str = _key("auto", "cuda if there is one, else cpu")
+    processes: int | str = _key(AUTO, "that capture on this machine; auto: one a visible GPU", words=(AUTO,), minimum=1)
+    parallelism: str = _key(
+        "replicate",
+        "or fsdp, tensor: the target sharded over several processes",
+        choices=("replicate", "fsdp", "tensor"),
+    )
+    group_size: int | str = _key(
+        AUTO,
+        "processes that share one copy of the target then; auto: those of one machine",
+        words=(AUTO,),
+        minimum=1,
+    )
+    slice: str | None = _key(
+        None,
+        "K/N: capture this part of the blocks alone, without writing features.json",
+        form=("K/N with K from 1 to N", is_slice),
+    )
+    max_tokens_per_batch: int = _key(
+        8192, "rows times width of one forward; a longer sample is a batch of its own", minimum=1
+    )
+    num_workers: int = _key(2, "processes that tokenise, threads that convert and verify", minimum=0)
+    scratch_dir: str = _key(".work", "relative to the repository's root")
+    keep_blocks: bool = _key(True, "false: removed once the cache is verified")
+    host_memory_gb: float = _key(4.0, "captured states waiting for the disk, in each process", minimum=0)
+    allow_mixed: bool = _key(False, "allow blocks of other hardware or versions in one cache")
+    check_blocks: str = _key(
+        "headers", "or digest: read and hash blocks again before they are used", choices=("headers", "digest")
+    )
+    check_disk: bool = _key(True, "refuse to start where less disk is free than will be written")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +186,8 @@ SECTIONS: dict[str, type] = {
 def load_settings(path: Path, environment: Mapping[str, str]) -> Settings:
     """Read and check params.yaml, with `DSPARK_RUNTIME__<KEY>` of `environment` over its runtime keys.
 
+    Sections of other pipelines of the repository are left alone, unless their name is nearly one of ours.
+
     Raises:
         SettingsError: Listing every fault of the file and the environment.
     """
@@ -160,7 +197,11 @@ def load_settings(path: Path, environment: Mapping[str, str]) -> Settings:
         written = params.get(section) or {}
         if isinstance(written, dict):  # anything else is a fault that the walk reports
             params[section] = {**written, **values}
-    return check_settings(params, name=str(path), faults=faults)
+    settings = check_settings(params, name=str(path), faults=faults)
+    others = [str(section) for section in params if section not in SECTIONS]
+    if others:
+        logger.info("%s: left alone, no sections of this pipeline: %s", path, ", ".join(others))
+    return settings
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -184,7 +225,7 @@ def _environment_values(environment: Mapping[str, str], faults: list[str]) -> di
             continue
         if not key or section not in SECTIONS:
             # Other programs may have variables of this prefix; a mistyped one of ours must not be lost.
-            if section.startswith(tuple(SECTIONS)) or difflib.get_close_matches(section, SECTIONS, cutoff=0.8):
+            if section.startswith(tuple(SECTIONS)) or _similar_section(section):
                 faults.append(f"{name} in the environment is no setting: write {ENVIRONMENT_PREFIX}RUNTIME__<KEY>")
             continue
         if section != "runtime":
@@ -201,7 +242,7 @@ def check_settings(params: Mapping[str, Any], *, name: str = "params", faults: l
     """Check plain nested values and return them as `Settings`, defaults filled in.
 
     Args:
-        params: Section to its keys and values.
+        params: Section to its keys and values; what is no section of ours, nor nearly one, is not looked at.
         name: File that the message names.
         faults: Faults found before, reported with those found here.
 
@@ -212,7 +253,9 @@ def check_settings(params: Mapping[str, Any], *, name: str = "params", faults: l
     plain: dict[str, dict[str, Any]] = {}
     for section, values in params.items():
         if section not in SECTIONS:
-            found.append(f"unknown section {section!r}" + _nearest(str(section), SECTIONS))
+            similar = _similar_section(str(section))
+            if similar:
+                found.append(f"unknown section {section!r}, did you mean {similar!r}?")
         elif not isinstance(values, dict):
             found.append(f"{section}: expected keys and values, found {values!r:.60}")
         else:
@@ -221,6 +264,12 @@ def check_settings(params: Mapping[str, Any], *, name: str = "params", faults: l
     if found:
         raise SettingsError(f"{name} has {len(found)} fault(s):\n  " + "\n  ".join(found))
     return _typed(plain)
+
+
+def _similar_section(name: str) -> str | None:
+    """Return the section of ours that a name is nearly: `targets` and `Data` are, `dataset` and `run` are not."""
+    near = difflib.get_close_matches(name.casefold(), SECTIONS, n=1, cutoff=_SIMILAR)
+    return near[0] if near else None
 
 
 def _check_section(section: str, values: Mapping[Any, Any], faults: list[str]) -> dict[str, Any]:
@@ -242,7 +291,7 @@ def _check_section(section: str, values: Mapping[Any, Any], faults: list[str]) -
 
 def _fault_of(value: Any, hint: Any, metadata: Mapping[str, Any]) -> str | None:
     """Return what was expected of `value`, or None if it is that."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = _kinds(hint)
     if value is None and types.NoneType in kinds:
         return None
     expected = _expectation(kinds, metadata)
@@ -278,13 +327,13 @@ _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a t
 def _expectation(kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> str:
     if "choices" in metadata:
         return "one of " + ", ".join(str(choice) for choice in metadata["choices"])
-    names: dict[Any, str] = {**_NAMES}
+    least = f" of at least {metadata['minimum']}" if "minimum" in metadata else ""
+    names = {**_NAMES, **{kind: _NAMES[kind] + least for kind in (int, float)}}
     if "words" in metadata:
         names[str] = ", ".join(metadata["words"])
     if "form" in metadata:
         names[str] = metadata["form"][0]
-    text = " or ".join(names.get(kind, "a list of integers") for kind in kinds)
-    return text + (f" of at least {metadata['minimum']}" if "minimum" in metadata else "")
+    return " or ".join(names.get(kind, f"a list of integers{least}") for kind in kinds)
 
 
 def _check_together(plain: Mapping[str, Mapping[str, Any]], params: Mapping[str, Any], faults: list[str]) -> None:
@@ -293,14 +342,29 @@ def _check_together(plain: Mapping[str, Mapping[str, Any]], params: Mapping[str,
     layer_ids = target.get("layer_ids")
     if layer_ids is not None and (not layer_ids or sorted(set(layer_ids)) != layer_ids):
         faults.append(f"target.layer_ids: expected one or more strictly increasing ids, found {layer_ids}")
-    is_default = "seq_length" not in (params.get("data") or {})
-    least, length = data.get("min_loss_tokens", 0), DataSettings().seq_length if is_default else data.get("seq_length")
+    least = data.get("min_loss_tokens", 0)
+    length = data.get("seq_length") if _writes(params, "data", "seq_length") else DataSettings().seq_length
     if length is not None and least > length:
         faults.append(f"data.min_loss_tokens: {least} is more than the {length} tokens of data.seq_length")
     cache = plain.get("cache", {})
-    layout = cache.get("layout") if "layout" in (params.get("cache") or {}) else CacheSettings().layout
+    layout = cache.get("layout") if _writes(params, "cache", "layout") else CacheSettings().layout
     if cache.get("dtype") == FP8 and layout == "padded":
         faults.append(f"cache.dtype: {FP8} needs cache.layout: ragged, format version 1 has no place for its scales")
+
+
+def allowed_values(section: str, key: str) -> str:
+    """Return what values a key may have, as messages say it."""
+    kind = SECTIONS[section]
+    return _expectation(_kinds(typing.get_type_hints(kind)[key]), kind.__dataclass_fields__[key].metadata)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _writes(params: Mapping[str, Any], section: str, key: str) -> bool:
+    values = params.get(section)
+    return isinstance(values, dict) and key in values
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from dspark_cache.dtypes import DTYPE_MAP, SAFETENSORS_NAMES
 from dspark_cache.errors import InputError, SettingsError
 from dspark_cache.inputs import fetch_snapshot
+from dspark_cache.serving import serving_findings
 from dspark_cache.shard_file import ShardFile
 
 if TYPE_CHECKING:
@@ -105,9 +106,8 @@ def resolve_layer_ids(layer_ids: list[int] | None, draft_num_hidden_layers: int,
 
 def warn_unservable(layer_ids: list[int], num_layers: int) -> None:
     """Warn of layer ids that inference engines cannot hand to a draft."""
-    odd = [layer for layer in layer_ids if layer in (-1, num_layers - 1)]
-    if odd:
-        logger.warning("layer ids %s (embedding, last layer) cannot be served by SGLang; set target.layer_ids", odd)
+    for finding in serving_findings(layer_ids, num_layers):
+        logger.warning("%s; set target.layer_ids", finding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,11 +35,6 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def silent(_name: str, _total: int, _unit: str) -> Iterator[Callable[[int], None]]:
-    yield lambda _: None
-
-
-@contextmanager
 def flipped(path: Path) -> Iterator[None]:
     """Flip the last bit of a file while the block runs."""
     content = path.read_bytes()
@@ -49,7 +44,7 @@ def flipped(path: Path) -> Iterator[None]:
 
 
 def convert(source: Path, target: Path, **changes: Any) -> Path:
-    convert_cache(source, target, Conversion(**changes), progress=silent)
+    convert_cache(source, target, Conversion(**changes))
     return target
 
 
@@ -203,9 +198,7 @@ def test_a_disk_too_small_is_refused_and_what_is_finished_needs_no_room(
     finished = sum(path.stat().st_size for path in (tmp_path / ".cache.building").glob("shard-*"))
     assert finished > 0
     assert refused(1) == needed - finished
-    convert_cache(
-        source, target, Conversion(layout="ragged", shard_bytes=SHARD_BYTES), check_disk=False, progress=silent
-    )
+    convert_cache(source, target, Conversion(layout="ragged", shard_bytes=SHARD_BYTES), check_disk=False)
     assert files(target) == files(made["ragged"])
 
 

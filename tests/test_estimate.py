@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dspark_cache.estimate import estimate_run, read_samples, samples_of_tokens
-from dspark_cache.progress import Progress
 from dspark_cache.stage import open_stage
 from dspark_cache.tokens import Tokens
 from tests.repository import Repository, make_repository
@@ -26,10 +25,6 @@ CACHES: list[dict[str, Any]] = [
     {"layout": "ragged", "dtype": "fp32", "shard_bytes": 300_000},
 ]
 ROWS = 32
-
-
-def progress(total: int) -> Progress:
-    return Progress("tokenize", total, "rows")
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +65,9 @@ def test_the_bytes_of_a_run_are_known_before_it_within_one_percent(captured: Rep
 def test_raw_conversations_give_what_their_tokens_give(captured: Repository) -> None:
     with contextlib.chdir(captured.root):
         stage = open_stage("tokenize")
-        known, origin = read_samples(stage, max_rows=None, progress=progress)
-        raw, raw_origin = read_samples(stage, max_rows=1000, progress=progress)
-        part, _ = read_samples(stage, max_rows=ROWS // 2, progress=progress)
+        known, origin = read_samples(stage, max_rows=None)
+        raw, raw_origin = read_samples(stage, max_rows=1000)
+        part, _ = read_samples(stage, max_rows=ROWS // 2)
     assert (origin, raw_origin) == ("tokens/", f"{ROWS} of {ROWS} conversations")
     assert (list(known.lengths), list(known.keys)) == (list(raw.lengths), list(raw.keys))
     assert list(part.lengths) == list(known.lengths[::2]) * 2
@@ -82,7 +77,7 @@ def test_raw_conversations_give_what_their_tokens_give(captured: Repository) -> 
 def test_tokens_of_other_params_are_not_taken(captured: Repository) -> None:
     captured.set_params(data={"seq_length": 32})
     with contextlib.chdir(captured.root):
-        samples, origin = read_samples(open_stage("tokenize"), max_rows=None, progress=progress)
+        samples, origin = read_samples(open_stage("tokenize"), max_rows=None)
     captured.set_params(data={"seq_length": 256})
     assert origin == f"{ROWS} of {ROWS} conversations"
     assert max(samples.lengths) == 32

@@ -125,7 +125,9 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 def test_a_digest_is_that_of_the_whole_file(tmp_path: Path, size: int) -> None:
     content = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     (tmp_path / "a").write_bytes(content)
-    assert file_digest(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+    told: list[int] = []
+    assert file_digest(tmp_path / "a", told.append) == hashlib.sha256(content).hexdigest()
+    assert sum(told) == size
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -219,7 +219,9 @@ def test_a_folder_s_fingerprint_is_that_of_the_listing_sha256sum_prints(tmp_path
     names = ["a.json", "a/z.json", "b.json"]
     assert [name for name, _ in input_files(path)] == names
     listing = subprocess.run(["sha256sum", *names], cwd=path, capture_output=True, check=True).stdout
-    assert Fingerprints(None).of(path) == "sha256:" + hashlib.sha256(listing).hexdigest()
+    told: list[int] = []
+    assert Fingerprints(None, told.append).of(path) == "sha256:" + hashlib.sha256(listing).hexdigest()
+    assert told == [1, 1, 1]
 
 
 def test_what_is_no_input_does_not_count(tmp_path: Path) -> None:

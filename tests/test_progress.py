@@ -39,6 +39,12 @@ def test_work_that_was_done_before_counts_but_not_in_the_rate(capsys: pytest.Cap
     assert "?tok/s" in line
 
 
+def test_a_step_that_is_shorter_than_the_delay_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("shards", 1, "B", delay=3600) as progress:
+        progress.advance(1)
+    assert capsys.readouterr().err == ""
+
+
 def test_steps_back_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("capture", 400, "tok") as progress:
         for units in (300, -300, 100):

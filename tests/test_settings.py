@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +58,12 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("data.shuffle_seed", -1, "data.shuffle_seed: expected an integer of at least 0, found -1"),
     ("data.shuffle_seed", 1 << 63, f"data.shuffle_seed: expected an integer of at least 0, found {1 << 63}"),
     ("data.seq_length", 1, "data.seq_length: expected an integer of at least 2, found 1"),
-    ("data.limit", 0, "data.limit: expected an integer or null of at least 1, found 0"),
+    ("data.limit", 0, "data.limit: expected an integer of at least 1 or null, found 0"),
     ("data.min_loss_tokens", -1, "data.min_loss_tokens: expected an integer of at least 0, found -1"),
     ("data.min_loss_tokens", 257, "data.min_loss_tokens: 257 is more than the 256 tokens of data.seq_length"),
     ("target.block_bytes", 0, "target.block_bytes: expected an integer of at least 1, found 0"),
     ("target.draft_num_hidden_layers", 0, "expected an integer of at least 1, found 0"),
-    ("cache.shard_size", 0, "cache.shard_size: expected an integer or auto of at least 1, found 0"),
+    ("cache.shard_size", 0, "cache.shard_size: expected an integer of at least 1, found 0"),
     ("cache.shard_bytes", 0, "cache.shard_bytes: expected an integer of at least 1, found 0"),
     ("verify.recompute_samples", -1, "verify.recompute_samples: expected an integer of at least 0, found -1"),
     ("runtime.max_tokens_per_batch", 0, "expected an integer of at least 1, found 0"),
@@ -87,13 +88,13 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("verify.level", "all", "verify.level: expected one of files, headers, bytes, values, supervision, found 'all'"),
     ("runtime.parallelism", "ddp", "runtime.parallelism: expected one of replicate, fsdp, tensor, found 'ddp'"),
     # a number or a word
-    ("runtime.processes", True, "runtime.processes: expected an integer or auto of at least 1, found True"),
-    ("runtime.processes", 0, "runtime.processes: expected an integer or auto of at least 1, found 0"),
-    ("runtime.processes", "all", "runtime.processes: expected an integer or auto of at least 1, found 'all'"),
-    ("runtime.processes", 2.0, "runtime.processes: expected an integer or auto of at least 1, found 2.0"),
-    ("runtime.processes", None, "runtime.processes: expected an integer or auto of at least 1, found None"),
-    ("runtime.group_size", -2, "runtime.group_size: expected an integer or auto of at least 1, found -2"),
-    ("runtime.group_size", "2", "runtime.group_size: expected an integer or auto of at least 1, found '2'"),
+    ("runtime.processes", True, "runtime.processes: expected an integer of at least 1, found True"),
+    ("runtime.processes", 0, "runtime.processes: expected an integer of at least 1, found 0"),
+    ("runtime.processes", "all", "runtime.processes: expected an integer of at least 1, found 'all'"),
+    ("runtime.processes", 2.0, "runtime.processes: expected an integer of at least 1, found 2.0"),
+    ("runtime.processes", None, "runtime.processes: expected an integer of at least 1, found None"),
+    ("runtime.group_size", -2, "runtime.group_size: expected an integer of at least 1, found -2"),
+    ("runtime.group_size", "2", "runtime.group_size: expected an integer of at least 1, found '2'"),
     # a slice
     ("runtime.slice", "0/2", "runtime.slice: expected K/N with K from 1 to N or null, found '0/2'"),
     ("runtime.slice", "3/2", "runtime.slice: expected K/N with K from 1 to N or null, found '3/2'"),
@@ -129,7 +130,7 @@ def test_a_fault_is_named_with_its_key_and_what_was_expected(name: str, value: A
 
 
 def test_every_fault_is_reported_at_once_and_with_those_found_before() -> None:
-    params: dict[str, Any] = {"runtim": {}, "zzz": {}, "cache": None, "verify": [1]}
+    params: dict[str, Any] = {"runtim": {}, "cache": None, "verify": [1]}
     names = [(name, value, message) for name, value, message in FAULTS if name.startswith(("data.pth", "target."))]
     for name, value, _ in names:
         section, _, key = name.partition(".")
@@ -140,11 +141,18 @@ def test_every_fault_is_reported_at_once_and_with_those_found_before() -> None:
     assert faults[0] == f"params has {len(faults) - 1} fault(s):"
     assert faults[1] == "  found before"
     assert "  unknown section 'runtim', did you mean 'runtime'?" in faults
-    assert "  unknown section 'zzz'; known are ['cache', 'data', 'runtime', 'target', 'verify']" in faults
     assert "  cache: expected keys and values, found None" in faults
     assert "  verify: expected keys and values, found [1]" in faults
     for name in {name for name, _, _ in names}:
         assert sum(name in fault for fault in faults) == 1, name
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("value", [3, "text", [1], None, True])
+def test_a_section_that_has_no_keys_is_refused(section: str, value: Any) -> None:
+    with pytest.raises(SettingsError) as error:
+        check_settings({section: value})
+    assert str(error.value) == f"params has 1 fault(s):\n  {section}: expected keys and values, found {value!r}"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +185,44 @@ def test_the_edges_of_what_is_accepted(name: str, value: Any) -> None:
     found = getattr(getattr(check_settings({section: {key: value}}), section), key)
     assert found == value
     assert type(found) is type(value)
+
+
+SIMILAR = {
+    "taget": "target",
+    "targets": "target",
+    "verfy": "verify",
+    "caches": "cache",
+    "runtme": "runtime",
+    "dat": "data",
+    "Data": "data",
+    "TARGET": "target",
+}
+
+
+@pytest.mark.parametrize(("name", "meant"), SIMILAR.items())
+def test_a_section_whose_name_is_nearly_ours_is_a_mistake(name: str, meant: str) -> None:
+    with pytest.raises(SettingsError, match=rf"  unknown section '{name}', did you mean '{meant}'\?$"):
+        check_settings({name: {"model": "x"}})
+
+
+OTHERS = ["train", "model", "prepare", "eval", "evaluate", "featurize", "dataset", "date", "metadata", "run", "lr", "3"]
+
+
+def test_sections_of_other_pipelines_are_left_alone_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "".join(f"{name}: [1]\n" for name in OTHERS) + "data: {seq_length: 64}\n"
+    path = write(tmp_path / "params.yaml", text)
+    with caplog.at_level(logging.INFO):
+        found = load_settings(path, {})
+    assert found == check_settings({"data": {"seq_length": 64}})
+    assert caplog.messages == [f"{path}: left alone, no sections of this pipeline: {', '.join(OTHERS)}"]
+
+
+def test_nothing_is_said_where_all_sections_are_ours(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        load_settings(ROOT / "params.yaml", {})
+    assert caplog.messages == []
 
 
 def test_an_integer_becomes_a_float_where_a_float_is_due() -> None:
@@ -285,7 +331,7 @@ def test_all_faults_of_file_and_environment_come_together(tmp_path: Path) -> Non
         f"{path} has 5 fault(s):",
         "  DSPARK_DATA__PATH in the environment: only runtime keys may be set there, set data.path instead",
         "  DSPARK_RUNTIME__DEVICE in the environment is not valid YAML: '['",
-        "  cache.shard_size: expected an integer or auto of at least 1, found 0",
+        "  cache.shard_size: expected an integer of at least 1, found 0",
         "  unknown key runtime.devic, did you mean 'device'?",
         "  runtime.num_workers: expected an integer of at least 0, found 'two'",
     ]

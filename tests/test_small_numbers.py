@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import shutil
+from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from tests.caches import change_content, provenance
 from tests.repository import STAGES, Repository, make_repository
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     Change = Callable[[dict[str, torch.Tensor]], object]
@@ -287,10 +288,13 @@ def test_states_without_their_scales_are_refused_at_open(cache: Path, key: str) 
 def test_the_report_says_how_far_states_are_from_the_target_s(made: Repository) -> None:
     report = json.loads((made.root / "reports/verify.json").read_text())
     assert (report["findings"], report["recompute"]["num_samples"]) == ([], len(LENGTHS))
-    mean, worst = report["recompute"]["mean_relative_l2"], report["recompute"]["worst_relative_l2"]
-    assert mean.keys() == worst.keys() == {"layer 1", "layer 3", "last hidden", "logits"}
-    for state in mean:
-        assert 0.01 < mean[state] < worst[state] < tolerance("fp32", "fp8_e4m3", state)
+    plotted = json.loads((made.root / "reports/plots/recompute.json").read_text())
+    rows = {row["state"]: row for row in plotted}
+    assert rows.keys() == {"layer 1", "layer 3", "last hidden"}
+    for state, row in rows.items():
+        assert 0.01 < row["train_mean"] < row["train_worst"] < tolerance("fp32", "fp8_e4m3", state)
+    assert report["recompute"]["worst_relative_l2"] >= max(row["train_worst"] for row in plotted)
+    assert 0 < report["recompute"]["worst_share_of_tolerance"] < 1
     assert tolerance("fp32", "fp8_e4m3", "layer 1") == pytest.approx(LIMIT)
     dataset, (scratch,) = CachedDSparkDataset(made.root / "cache", padded=False), made.scratch_folders()
     distances = torch.cat(
@@ -300,8 +304,8 @@ def test_the_report_says_how_far_states_are_from_the_target_s(made: Repository) 
             for path in [scratch / f"recomputed-{key}.safetensors"]
         ]
     )
-    assert mean["layer 3"] == float(f"{float(distances.mean()):.3g}")
-    assert worst["layer 3"] == float(f"{float(distances.max()):.3g}")
+    assert rows["layer 3"]["train_mean"] == float(f"{float(distances.mean()):.3g}")
+    assert rows["layer 3"]["train_worst"] == float(f"{float(distances.max()):.3g}")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +330,7 @@ def test_states_far_off_are_found_by_recomputation_though_digests_were_made_anew
         first,
     )
     assert findings == []
-    assert str(error.value) == f"the train cache has 1 finding(s), see reports/verify.json:\n  {first}"
+    assert str(error.value) == f"the train cache has 1 finding(s), see reports/verify.html:\n  {first}"
 
 
 # Automatic sizes of padded shards
@@ -554,7 +558,15 @@ def test_diff_prints_json(made: Repository, capsys: pytest.CaptureFixture[str]) 
     padded, cache = made.root / "padded", made.root / "cache"
     assert main(["diff", str(padded), str(cache), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == diff_caches(padded, cache)
+    steps: dict[str, int] = {}
+
+    @contextmanager
+    def progress(name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        assert unit == "samples"
+        yield lambda units: steps.update({name: steps.get(name, -total) + units})
+
+    assert printed == diff_caches(padded, cache, progress=progress)
+    assert steps == {f"ids of {padded}": 0, f"ids of {cache}": 0, "compare": 0}
     assert printed.keys() == {"identity", "samples", "masks", "drift"}
     assert printed["identity"]["manifest.dtype"] == {"first": "bf16", "second": "fp8_e4m3"}
     assert printed["masks"] == {"compared": 6, "different": 0}
@@ -583,8 +595,9 @@ def test_diff_refuses_no_samples_and_caches_that_do_not_say_how_they_are_padded(
     make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = str(make_cache(5, 2))
-    assert main(["diff", cache, cache, "--max-samples", "0"]) == 1
-    assert capsys.readouterr() == ("", "error: --max-samples: expected more than 0, found 0\n")
+    with pytest.raises(SystemExit):
+        main(["diff", cache, cache, "--max-samples", "0"])
+    assert "argument --max-samples: expected an integer above 0, found 0" in capsys.readouterr().err
     assert main(["diff", cache, cache]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -648,9 +661,9 @@ def test_estimate_prints_json(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "0"], "--rows: expected more than 0, found 0"),
-        (["--rows", "-1"], "--rows: expected more than 0, found -1"),
-        (["--tokens-per-second", "0"], "--tokens-per-second: expected more than 0, found 0.0"),
+        (["--rows", "0"], "argument --rows: expected an integer above 0, found 0"),
+        (["--rows", "-1"], "argument --rows: expected an integer above 0, found -1"),
+        (["--tokens-per-second", "0"], "argument --tokens-per-second: expected a number above 0, found 0"),
     ],
 )
 def test_estimate_refuses_no_rows_and_no_speed(
@@ -661,8 +674,10 @@ def test_estimate_refuses_no_rows_and_no_speed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(made.root)
-    assert main(["estimate", *arguments]) == 1
-    assert capsys.readouterr() == ("", f"error: {message}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate", *arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"dspark-cache estimate: error: {message}\n")
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

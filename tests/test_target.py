@@ -16,6 +16,7 @@ from transformers import PhiConfig, PhiForCausalLM
 
 from dspark_cache.errors import InputError, SettingsError
 from dspark_cache.inputs import Input
+from dspark_cache.serving import serving_findings
 from dspark_cache.settings import TargetSettings
 from dspark_cache.target import (
     Target,
@@ -136,9 +137,8 @@ def test_layer_ids_that_cannot_be_served_warn(caplog: pytest.LogCaptureFixture) 
     warn_unservable([0, 4], 6)
     assert caplog.messages == []
     warn_unservable([-1, 0, 5], 6)
-    assert caplog.messages == [
-        "layer ids [-1, 5] (embedding, last layer) cannot be served by SGLang; set target.layer_ids"
-    ]
+    assert caplog.messages == [f"{finding}; set target.layer_ids" for finding in serving_findings([-1, 0, 5], 6)]
+    assert len(caplog.messages) == 2
 
 
 # The configuration
