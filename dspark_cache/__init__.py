@@ -3,8 +3,9 @@
     conversations -> tokens/ -> features.json (blocks in scratch) -> cache/ -> reports/
 
 Using this package needs torch and safetensors only: a training machine installs no more. The names below are
-those of the reference's `dspark_cache` module, with its signatures; `dspark_cache.offline_cache` has the generic
-ones. The pipeline's modules (`settings`, `tokens`, `capture`, `publish`, `verify`) are imported by the stages.
+those of the reference's `dspark_cache` module, with its signatures, and `open_cache` and `fetch_cache`, which need
+dvc; `dspark_cache.offline_cache` has the generic ones. The pipeline's modules (`settings`, `tokens`, `capture`,
+`publish`, `verify`) are imported by the stages.
 
 What needs torch is imported when it is first asked for (PEP 562), so that the command line begins at once.
 """
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from dspark_cache.shards import write_shard
     from dspark_cache.target_weights import read_target_weight_modules, write_target_weights
     from dspark_cache.target_weights import target_weights_path as _target_weights_path
+    from dspark_cache.versions import fetch_cache, open_cache
 
 __all__ = [
     "CACHE_KEYS",
@@ -73,7 +75,9 @@ __all__ = [
     "build_cached_dspark_dataloader",
     "compute_batch_cache",
     "ensure_manifest_complete",
+    "fetch_cache",
     "manifest_mismatch_fields",
+    "open_cache",
     "read_manifest",
     "read_target_weight_modules",
     "tokenizer_chat_template_sha256",
@@ -91,7 +95,9 @@ _HOMES = {
     "build_cached_dspark_dataloader": "loaders",
     "compute_batch_cache": "produce",
     "ensure_manifest_complete": "manifest",
+    "fetch_cache": "versions",
     "manifest_mismatch_fields": "manifest",
+    "open_cache": "versions",
     "read_manifest": "manifest",
     "read_target_weight_modules": "target_weights",
     "tokenizer_chat_template_sha256": "chat_template_hash",

@@ -53,7 +53,7 @@ def examine(stage: StageContext) -> list[Advice]:
     """
     with open_repo(stage.root) as repo:
         found = [
-            *_links(repo, stage),
+            *_links(repo, stage.root),
             *_remotes(repo),
             *_site_cache(Path(repo.site_cache_dir)),
             *_scratch(repo, stage),
@@ -92,13 +92,23 @@ def holds_outputs_twice(stage: StageContext) -> bool | None:
         return None
 
 
-def _links(repo: Any, stage: StageContext) -> Iterator[Advice]:
+def advise_links(root: Path) -> list[Advice]:
+    """Look at how the DVC repository of `root` links outputs to its cache.
+
+    Raises:
+        SettingsError: There is no DVC repository.
+    """
+    with open_repo(root) as repo:
+        return list(_links(repo, root))
+
+
+def _links(repo: Any, root: Path) -> Iterator[Advice]:
     first = _first_link_type(repo)
     remedy = "" if first in GOOD_LINKS else "dvc config cache.type hardlink,symlink"
     what = "outputs are links, held once" if first in GOOD_LINKS else "without reflinks the disk holds outputs twice"
     yield Advice(subject="cache.type", found=f"{first}: {what}", remedy=remedy)
     store = Path(repo.cache.local.path)
-    if first == "hardlink" and _device(store) != _device(stage.root):
+    if first == "hardlink" and _device(store) != _device(root):
         yield Advice(
             subject="cache.dir",
             found=f"{store} is on another file system: DVC copies outputs there and leaves symlinks",

@@ -66,12 +66,16 @@ def _init(parsed: argparse.Namespace) -> None:
         say_json({**plan.as_json(), "applied": not parsed.dry_run})
         return
     if parsed.dry_run:
-        say(plan.diff())
+        say(plan.diff().rstrip())
     else:
+        for command in plan.commands:
+            say(f"{paint('ran     ', 'green')} {' '.join(command)}")
         for change in plan.changes:
             say(f"{paint('made    ' if change.old is None else 'added to', 'green')} {change.name}")
+    if not plan.changes:
+        say("there is nothing to add")
     for name in plan.kept:
-        say(f"{'kept':8} {name}, which is yours")
+        say(f"{'kept':8} {name}, which differs from what is shipped")
     for line in plan.advice:
         say(f"{paint('advice  ', 'yellow')} {line}")
     if not parsed.dry_run:
@@ -234,9 +238,9 @@ def _break_locks(parsed: argparse.Namespace) -> None:
 
 def _scratch() -> Path:
     from dspark_cache.settings import load_settings
-    from dspark_cache.stage import PARAMS_PATH
+    from dspark_cache.stage import PARAMS_PATH, scratch_root
 
-    return Path(os.environ.get("DVC_ROOT") or "") / load_settings(PARAMS_PATH, os.environ).runtime.scratch_dir
+    return scratch_root(Path()) / load_settings(PARAMS_PATH, os.environ).runtime.scratch_dir
 
 
 def _current_folder(scratch: Path) -> Path | None:

@@ -328,7 +328,7 @@ def _expectation(kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> str:
     if "choices" in metadata:
         return "one of " + ", ".join(str(choice) for choice in metadata["choices"])
     least = f" of at least {metadata['minimum']}" if "minimum" in metadata else ""
-    names = {**_NAMES, **{kind: _NAMES[kind] + least for kind in (int, float)}}
+    names: dict[Any, str] = {**_NAMES, int: _NAMES[int] + least, float: _NAMES[float] + least}
     if "words" in metadata:
         names[str] = ", ".join(metadata["words"])
     if "form" in metadata:
@@ -355,7 +355,8 @@ def _check_together(plain: Mapping[str, Mapping[str, Any]], params: Mapping[str,
 def allowed_values(section: str, key: str) -> str:
     """Return what values a key may have, as messages say it."""
     kind = SECTIONS[section]
-    return _expectation(_kinds(typing.get_type_hints(kind)[key]), kind.__dataclass_fields__[key].metadata)
+    (found,) = (item for item in fields(kind) if item.name == key)
+    return _expectation(_kinds(typing.get_type_hints(kind)[key]), found.metadata)
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:

@@ -34,6 +34,8 @@ TOKENS_PATH = Path("tokens")
 LEDGER_PATH = Path("features.json")
 CACHE_PATH = Path("cache")
 REPORT_PATH = Path("reports/verify.json")
+PAGE_PATH = Path("reports/verify.html")
+PLOTS_PATH = Path("reports/plots")
 _AGAIN_SECONDS = 0.05
 
 
@@ -62,7 +64,7 @@ class StageContext:
 
 def writer_locks(root: Path, scratch: Path) -> list[Path]:
     """Return every lock that a stage may hold: of its output in `root`, and of each capture in `scratch`."""
-    outputs = (TOKENS_PATH, LEDGER_PATH, CACHE_PATH, eval_folder(CACHE_PATH), REPORT_PATH)
+    outputs = (TOKENS_PATH, LEDGER_PATH, CACHE_PATH, eval_folder(CACHE_PATH), PLOTS_PATH, PAGE_PATH, REPORT_PATH)
     return [building_lock(root / path) for path in outputs] + [
         path for folder, _ in scratch_folders(scratch) for path in lock_files(folder)
     ]
@@ -78,9 +80,19 @@ def open_stage(name: str, root: Path = Path()) -> StageContext:
     settings = load_settings(root / PARAMS_PATH, os.environ)
     _check_version(name, root / VERSIONS_PATH)
     data, target = locate_inputs(settings, root)
-    # dvc exp run works in a copy of the repository; scratch stays with the one the user started from.
-    scratch = Path(os.environ.get("DVC_ROOT") or root) / settings.runtime.scratch_dir
+    scratch = scratch_root(root) / settings.runtime.scratch_dir
     return StageContext(settings=settings, root=root, scratch=scratch, data=data, target=target)
+
+
+def scratch_root(root: Path) -> Path:
+    """Return the folder from which `runtime.scratch_dir` is taken: the DVC repository that `root` is in.
+
+    The variable that DVC sets comes first: `dvc exp run` works in a copy of the repository, and scratch stays with the
+    one the user started from.
+    """
+    if named := os.environ.get("DVC_ROOT"):
+        return Path(named)
+    return next((folder for folder in (root, *root.resolve().parents) if (folder / ".dvc").is_dir()), root)
 
 
 def _check_version(name: str, path: Path) -> None:

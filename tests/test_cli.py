@@ -41,6 +41,46 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("usage: dspark-cache")
 
 
+# init
+
+
+def test_init_makes_a_repository_and_then_has_nothing_to_add(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "drafts"
+    assert main(["init", str(folder), "--dry-run", "--no-sample"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("$ git init --quiet\n")
+    assert "+++ b/dvc.yaml\n" in shown
+    assert (
+        "advice   put yours into inputs/data, or set data.path  # there is no inputs/data/conversations.jsonl\n"
+        in shown
+    )
+    assert not folder.exists()
+    assert main(["init", str(folder), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["applied"] is True
+    assert {"dvc.yaml", "inputs/data/conversations.jsonl"} <= set(content["made"])
+    (folder / "stages/verify.py").write_text("import dspark_cache  # mine")
+    assert main(["init", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "there is nothing to add",
+        "kept     stages/verify.py, which differs from what is shipped",
+        f"next: cd {folder} && dvc repro",
+    ]
+
+
+def test_init_lists_what_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "params.yaml").write_text("data: {rows: 5}\n")
+    assert main(["init", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "cache is there, and is to be an output of the stage shards" in captured.err
+    assert "unknown key data.rows" in captured.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "params.yaml"]
+
+
 # inspect
 
 

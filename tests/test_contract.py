@@ -91,6 +91,8 @@ OURS = {
     "SettingsError",
     "VerificationError",
     "__version__",
+    "fetch_cache",
+    "open_cache",
 }
 
 SIGNATURES = [

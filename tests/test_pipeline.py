@@ -224,7 +224,7 @@ def test_faulty_params_are_refused_by_every_stage_all_at_once(repository: Reposi
         stage,
         SettingsError,
         r"(?s)3 fault.*data\.seq_lenght, did you mean 'seq_length'.*cache\.dtype: expected one of bf16, fp16, fp32"
-        r".*cache\.shard_size: expected an integer or auto of at least 1, found 0",
+        r".*cache\.shard_size: expected an integer of at least 1 or auto, found 0",
     )
 
 

@@ -204,6 +204,16 @@ def test_runtime_keys_come_from_the_environment(repository: Repository, monkeypa
     assert open_stage("tokenize", repository.root).settings.runtime.num_workers == 7
 
 
+def test_scratch_of_a_pipeline_in_a_folder_of_its_own_is_taken_from_the_dvc_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where DVC did not start the stage, as below torchrun."""
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    repository = make_repository(tmp_path / "main/drafts", num_rows=1, runtime={"scratch_dir": "drafts/.work"})
+    (repository.root / ".dvc").rename(tmp_path / "main/.dvc")
+    assert open_stage("capture", repository.root).scratch == tmp_path / "main/drafts/.work"
+
+
 def test_fingerprints_are_remembered_in_scratch(repository: Repository) -> None:
     stage = open_stage("tokenize", repository.root)
     stage.fingerprints().of(repository.root / "inputs/target")
