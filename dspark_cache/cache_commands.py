@@ -14,6 +14,8 @@ from dspark_cache.schema import AUTO, PROVENANCE_NAME, SIGNIFICAND_BITS, VERIFY_
 if TYPE_CHECKING:
     import argparse
 
+    from dspark_cache.verify import CacheFolder, Report
+
 
 def add_cache_commands(commands: Any) -> None:
     """Add the commands to a parser's commands."""
@@ -81,10 +83,13 @@ def _add_verify(commands: Any) -> None:
         examples="""
             dspark-cache verify cache
             dspark-cache verify cache --level bytes --json
+            dspark-cache verify cache --html verify.html --tokenizer inputs/target
         """,
     )
     _add_cache(parser)
     parser.add_argument("--level", choices=VERIFY_LEVELS, default="values", help="how far; default: %(default)s")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to read as well")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="the target's, for the samples of that page")
     _add_jobs(parser, "processors to use")
     add_json(parser)
 
@@ -97,6 +102,8 @@ def _verify(parsed: argparse.Namespace) -> None:
         warn(f"{parsed.cache} has no {PROVENANCE_NAME}: there are no digests to compare")
     with show_progress("verify", len(cache.shard_samples), "shards") as advance:
         report = verify_cache(cache, parsed.level, num_threads=parsed.jobs, advance=advance)
+    if parsed.html:
+        _put_page(parsed, cache, report)
     if parsed.json:
         say_json(report.as_json())
     for finding in report.findings if not parsed.json else ():
@@ -105,6 +112,13 @@ def _verify(parsed: argparse.Namespace) -> None:
         raise VerificationError(f"{parsed.cache} has {len(report.findings)} finding(s)")
     if not parsed.json:
         say(f"{parsed.cache} is {paint('sound', 'green')} up to the level {parsed.level}")
+
+
+def _put_page(parsed: argparse.Namespace, cache: CacheFolder, report: Report) -> None:
+    from dspark_cache.files import put_bytes
+    from dspark_cache.report import render_cache_report
+
+    put_bytes(parsed.html, render_cache_report(cache, report, parsed.tokenizer).encode())
 
 
 def _add_check(commands: Any) -> None:

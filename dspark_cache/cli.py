@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SHELLS = ("bash", "zsh", "tcsh")
-PATHS = ("cache", "source", "destination", "first", "second", "folder", "folders", "path", "tokenizer", "train_config")
+PATHS = (
+    "cache",
+    "source",
+    "destination",
+    "first",
+    "second",
+    "folder",
+    "folders",
+    "path",
+    "tokenizer",
+    "train_config",
+    "html",
+)
 """Arguments that a shell completes by files and folders."""
 _EPILOG = """\
 `dspark-cache COMMAND --help` says more of each, with examples.

@@ -279,6 +279,7 @@ def build_cached_dspark_dataloader(
     distributed: bool = False,
     *,
     expect: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    shards: range | None = None,
     pad_to: str = PAD_TO_SEQ_LENGTH,
     seed: int | None = None,
     shuffle_shards: int = SHUFFLE_SHARDS,
@@ -297,6 +298,7 @@ def build_cached_dspark_dataloader(
         num_workers: Worker processes; 0 reads in this one.
         distributed: Whether each rank reads its share.
         expect: See `CachedDSparkDataset`.
+        shards: The shards to read, see there. With `distributed` every rank must open the same ones.
         pad_to: "seq_length" or, of a ragged cache, "longest".
         seed: See `build_cached_dataloader`, as for what follows.
         shuffle_shards: How many shards are mixed at a time.
@@ -307,13 +309,18 @@ def build_cached_dspark_dataloader(
     Raises:
         CacheNotFoundError: No manifest or no such folder.
         CacheFormatError: The cache is not as its manifest or `expect` says.
-        SettingsError: Another `pad_to` or `shuffle`, numbers out of range, or "longest" of a padded cache.
+        SettingsError: Another `pad_to` or `shuffle`, numbers or shards out of range, or "longest" of a padded cache.
     """
     if pad_to not in (PAD_TO_SEQ_LENGTH, PAD_TO_LONGEST):
         raise SettingsError(f"pad_to: expected {PAD_TO_SEQ_LENGTH!r} or {PAD_TO_LONGEST!r}, found {pad_to!r}")
     pins = torch.cuda.is_available() if pin_memory is None else pin_memory
     dataset = CachedDSparkDataset(
-        cache_dir, expect=expect, padded=pad_to == PAD_TO_SEQ_LENGTH, read_threads=read_threads, pin_memory=pins
+        cache_dir,
+        expect=expect,
+        shards=shards,
+        padded=pad_to == PAD_TO_SEQ_LENGTH,
+        read_threads=read_threads,
+        pin_memory=pins,
     )
     collate: Callable[[list[Sample]], Sample] = collate_dspark
     if pad_to == PAD_TO_LONGEST:

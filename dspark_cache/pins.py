@@ -56,7 +56,7 @@ class Pin:
         Args:
             cache_dir: Folder of the cache.
             digest: Its `folder_digest`, taken before its manifest was read.
-            states: `ShardFile.state` of every file of every shard, one after the other.
+            states: `ShardFile.state` of every file of every shard that is read, one after the other.
         """
         self._cache_dir = cache_dir
         self.digest = digest
@@ -82,17 +82,21 @@ class Pin:
         except (CacheFormatError, CacheNotFoundError) as error:
             raise type(error)(f"{self._cache_dir} was changed while it was in use: {error}; open it again") from error
 
-    def ensure_same(self, shard_index: int, files: Sequence[ShardFile]) -> None:
+    def ensure_same(self, place: int, files: Sequence[ShardFile]) -> None:
         """Compare a shard's files with those that were there; a file with another state must have the same bytes.
+
+        Args:
+            place: Which of the shards that are read it is, the first being 0.
+            files: Its open files.
 
         Raises:
             CacheFormatError: The cache or one of the files is another.
         """
-        for number, file in enumerate(files, start=shard_index * len(files)):
-            place = slice(number * len(file.state), (number + 1) * len(file.state))
-            if tuple(self._states[place]) != file.state:
+        for number, file in enumerate(files, start=place * len(files)):
+            numbers = slice(number * len(file.state), (number + 1) * len(file.state))
+            if tuple(self._states[numbers]) != file.state:
                 self._ensure_same_bytes(file)
-                self._states[place] = array("Q", file.state)
+                self._states[numbers] = array("Q", file.state)
 
     def _ensure_same_bytes(self, file: ShardFile) -> None:
         self.ensure_same_folder()

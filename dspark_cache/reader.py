@@ -45,7 +45,13 @@ from dspark_cache.schema import (
     LOSS_MASK,
 )
 from dspark_cache.shard_file import Header, open_cache_file, physical_memory
-from dspark_cache.shards import shard_path, shard_rows, validate_contiguous_shards
+from dspark_cache.shards import (
+    existing_shard_indices,
+    num_shards,
+    shard_path,
+    shard_rows,
+    validate_contiguous_shards,
+)
 from dspark_cache.slabs import slab_bytes
 
 if TYPE_CHECKING:
@@ -70,8 +76,9 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
     process into shared memory, with `pin_memory` into page-locked memory.
 
     Attributes:
-        manifest: The checked manifest.
-        num_samples: Samples in the cache.
+        manifest: The checked manifest, of the whole cache.
+        shards: The shards that are read, all or a share of them.
+        num_samples: Samples in those shards.
         shard_size: Samples of every shard but the last; of a ragged cache, of its largest shard.
         slabs: In a worker process, where batches go.
     """
@@ -83,6 +90,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         format_version: int,
         disk_keys: tuple[str, ...],
         *,
+        shards: range | None = None,
         max_open_files: int = MAX_OPEN_FILES,
         read_threads: int = READ_THREADS,
         pin_memory: bool = False,
@@ -94,6 +102,8 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             cache_name: Kind of cache, for messages.
             format_version: Version of the manifest that is read.
             disk_keys: Keys that every shard has.
+            shards: The shards to read, consecutive; the folder may lack the others. Samples are counted from the first
+                of them. None: all.
             max_open_files: Most shard files kept open.
             read_threads: Threads of each process that read at a time.
             pin_memory: Read into page-locked memory, outside of worker processes; needs CUDA.
@@ -101,7 +111,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         Raises:
             CacheNotFoundError: No manifest or no such folder.
             CacheFormatError: Anything is not as the manifest says; the file is named.
-            SettingsError: `pin_memory` without CUDA.
+            SettingsError: `shards` are no such range, or `pin_memory` without CUDA.
             ValueError: `max_open_files` or `read_threads` below 1.
         """
         if max_open_files < 1:
@@ -118,7 +128,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         self._max_open_files = max_open_files
         self._open_handles: OrderedDict[int, Any] = OrderedDict()
         self._renew_lock()
-        self._shard_indices = self._find_shards(cache_name)
+        self._find_shards(cache_name, shards)
         self._pin = Pin(Path(cache_dir), pin, self._check_headers())
         self._pin.ensure_same_folder()
 
@@ -212,21 +222,31 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         return self._pin.digest
 
     @property
+    def share(self) -> list[int] | None:
+        """The first shard that is read and the one after the last; None: all are read."""
+        return None if self.num_samples == self._num_all else [self.shards.start, self.shards.stop]
+
+    @property
     def shard_samples(self) -> list[int]:
-        """Number of samples of each shard."""
+        """Number of samples of each shard that is read."""
         return [len(self.samples_of(shard)) for shard in self._shard_indices]
 
     def shard_of(self, index: int) -> int:
-        """Return the shard that holds sample `index` (0..len-1)."""
+        """Return the number of the shard that holds sample `index` (0..len-1)."""
         return self._locate(index)[0]
 
     def samples_of(self, shard: int) -> range:
-        """Return the indices of the samples of shard `shard` (0..N-1)."""
-        return range(shard * self.shard_size, min((shard + 1) * self.shard_size, self.num_samples))
+        """Return the indices of the samples of shard `shard`, one of `shards`."""
+        start, stop = self._start_of(shard) - self._first_sample, self._start_of(shard + 1) - self._first_sample
+        return range(start, stop)
+
+    def _start_of(self, shard: int) -> int:
+        """Return the first sample of a shard in the whole cache; after the last shard, the number of samples."""
+        return min(shard * self.shard_size, self._num_all)
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Return shard and row of a sample."""
-        return divmod(position, self.shard_size)
+        return divmod(self._first_sample + position, self.shard_size)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave open files and the lock behind: the other process opens its own."""
@@ -246,12 +266,25 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
     def _read_manifest(self, cache_name: str, format_version: int) -> dict[str, Any]:
         return read_offline_manifest(self.cache_dir, cache_name, format_version)
 
-    def _find_shards(self, cache_name: str) -> list[int]:
-        """Take the sizes from the manifest and check the names of the shards."""
+    def _find_shards(self, cache_name: str, share: range | None) -> None:
+        """Take the sizes from the manifest and check the names of the shards that are read."""
+        self._num_all, self.shard_size = self._sizes()
+        count = num_shards_of(self.manifest)
+        if share is None:
+            names = (count, 1) if is_ragged(self.manifest) else (self._num_all, self.shard_size)
+            validate_contiguous_shards(self.cache_dir, cache_name, *names)
+        else:
+            ensure_share(share, count)
+            _ensure_shards_of_share(self.cache_dir, cache_name, share, count)
+        self.shards = range(count) if share is None else share
+        self._shard_indices = list(self.shards)
+        self._first_sample = self._start_of(self.shards.start)
+        self.num_samples: int = self._start_of(self.shards.stop) - self._first_sample
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return the number of samples of the whole cache, and that of its largest shard."""
         require_fields(self.manifest, ("num_samples", "shard_size"), name=manifest_path(self.cache_dir))
-        self.num_samples: int = self.manifest["num_samples"]
-        self.shard_size: int = self.manifest["shard_size"]
-        return validate_contiguous_shards(self.cache_dir, cache_name, self.num_samples, self.shard_size)
+        return self.manifest["num_samples"], self.manifest["shard_size"]
 
     def _handle(self, shard_index: int) -> Any:
         """Return the open shard, opening and checking it if need be; the least recently used one goes."""
@@ -263,7 +296,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             if file is None:
                 with self._pin.explaining():
                     file = self._open(shard_index)
-                self._pin.ensure_same(shard_index, self._files_of(file))
+                self._pin.ensure_same(shard_index - self.shards.start, self._files_of(file))
                 self._open_handles[shard_index] = file
                 if len(self._open_handles) * self._files_per_shard > max(self._max_open_files, self._files_per_shard):
                     self._open_handles.popitem(last=False)
@@ -272,7 +305,7 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _open(self, shard_index: int) -> Any:
         """Open a shard and compare its header with what every shard of this cache must have."""
-        rows = shard_rows(self.num_samples, self.shard_size, shard_index)
+        rows = shard_rows(self._num_all, self.shard_size, shard_index)
         header = self._headers.get(rows)
         if header is None:
             header = Header.of({key: spec.stacked(rows) for key, spec in self._sample_specs.items()})
@@ -309,13 +342,46 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
         return {}
 
     def _specs_of_first_shard(self) -> dict[str, TensorSpec]:
-        file = open_cache_file(Path(shard_path(self.cache_dir, 0)))
+        file = open_cache_file(Path(shard_path(self.cache_dir, self.shards.start)))
         missing = [key for key in self.disk_keys if key not in file.places]
         scalars = [key for key in self.disk_keys if key in file.places and not file.places[key].spec.shape]
         if missing or scalars:
             raise CacheFormatError(f"{file.name}: missing required keys {missing}, keys without samples {scalars}")
         specs = {key: file.places[key].spec for key in self.disk_keys}
         return {key: TensorSpec(dtype=spec.dtype, shape=spec.shape[1:]) for key, spec in specs.items()}
+
+
+def num_shards_of(manifest: Mapping[str, Any]) -> int:
+    """Return how many shards a cache has by its manifest."""
+    if is_ragged(manifest):
+        return len(manifest["shard_samples"])
+    return num_shards(manifest["num_samples"], manifest["shard_size"])
+
+
+def ensure_share(share: range, count: int) -> None:
+    """Refuse what is no run of shards 0..count-1.
+
+    Raises:
+        SettingsError: No range, empty, of another step than 1, or beyond the shards that there are.
+    """
+    is_run = isinstance(share, range) and share.step == 1
+    if not is_run or not 0 <= share.start < share.stop <= count:
+        raise SettingsError(
+            f"shards: expected a range of step 1 with at least one of the shards 0..{count - 1}, such as "
+            f"range(0, {min(count, 2)}), found {share!r:.80}"
+        )
+
+
+def _ensure_shards_of_share(cache_dir: str, cache_name: str, share: range, count: int) -> None:
+    """Refuse a folder that lacks shards of a share, or has shards that the cache does not have."""
+    found = existing_shard_indices(cache_dir)
+    missing = [index for index in share if index not in found]
+    surplus = sorted(index for index in found if index >= count)
+    if missing or surplus:
+        raise CacheFormatError(
+            f"the {cache_name} cache in {cache_dir} must have shards {share.start} to {share.stop - 1} of "
+            f"0..{count - 1}; missing shard indices {missing[:10]}, unexpected shard indices {surplus[:10]}"
+        )
 
 
 _SPEC_FIELDS = ("dtype", "seq_length", "target_hidden_dim", "target_last_hidden_dim")
@@ -335,6 +401,7 @@ class CachedDSparkDataset(CachedTensorDataset):
         cache_dir: PathLike,
         *,
         expect: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        shards: range | None = None,
         max_open_files: int = MAX_OPEN_FILES,
         padded: bool = True,
         read_threads: int = READ_THREADS,
@@ -346,6 +413,8 @@ class CachedDSparkDataset(CachedTensorDataset):
             cache_dir: Folder of the cache.
             expect: Manifest fields that must have these values, or the path of a params.yaml whose explicit
                 values are compared.
+            shards: The shards to read, consecutive (`range(10, 20)`); the folder may lack the others. Samples are
+                counted from the first of them. None: all.
             max_open_files: Most shard files kept open.
             padded: Fill samples up to S positions; False needs the ragged layout.
             read_threads: Threads of each process that read at a time.
@@ -354,7 +423,8 @@ class CachedDSparkDataset(CachedTensorDataset):
         Raises:
             CacheNotFoundError: No manifest or no such folder.
             CacheFormatError: Incomplete, anything is not as the manifest says, or `expect` differs.
-            SettingsError: `expect` has unknown keys or cannot be read; or unpadded samples of a padded cache.
+            SettingsError: `expect` has unknown keys or cannot be read; `shards` are no such range; or unpadded samples
+                of a padded cache.
         """
         self._expect = expect
         self._padded = padded
@@ -364,6 +434,7 @@ class CachedDSparkDataset(CachedTensorDataset):
             DSPARK_NAME,
             DSPARK_FORMAT_VERSION,
             CACHE_KEYS,
+            shards=shards,
             max_open_files=max_open_files,
             read_threads=read_threads,
             pin_memory=pin_memory,
@@ -392,24 +463,22 @@ class CachedDSparkDataset(CachedTensorDataset):
     def _files_of(self, file: Any) -> tuple[ShardFile, ...]:
         return file.files if isinstance(file, RaggedShard) else super()._files_of(file)
 
-    def _find_shards(self, cache_name: str) -> list[int]:
+    def _sizes(self) -> tuple[int, int]:
         if not is_ragged(self.manifest):
-            return super()._find_shards(cache_name)
+            return super()._sizes()
         counts = self.manifest["shard_samples"]
-        self.num_samples = self.manifest["num_samples"]
-        self.shard_size = max(counts, default=1)
         self._starts = [0, *accumulate(counts)]
-        return validate_contiguous_shards(self.cache_dir, cache_name, len(counts), 1)
+        return self.manifest["num_samples"], max(counts, default=1)
 
-    def samples_of(self, shard: int) -> range:
-        """Return the indices of the samples of shard `shard` (0..N-1)."""
-        return range(*self._starts[shard : shard + 2]) if is_ragged(self.manifest) else super().samples_of(shard)
+    def _start_of(self, shard: int) -> int:
+        return self._starts[shard] if is_ragged(self.manifest) else super()._start_of(shard)
 
     def _locate(self, position: int) -> tuple[int, int]:
         if not is_ragged(self.manifest):
             return super()._locate(position)
-        shard = bisect_right(self._starts, position) - 1
-        return shard, position - self._starts[shard]
+        index = self._first_sample + position
+        shard = bisect_right(self._starts, index) - 1
+        return shard, index - self._starts[shard]
 
     def _open(self, shard_index: int) -> Any:
         if not is_ragged(self.manifest):

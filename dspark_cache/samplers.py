@@ -150,6 +150,7 @@ class CacheSampler(DistributedSampler[int]):
         return {
             "num_samples": len(self.dataset),  # type: ignore[arg-type]
             "cache": getattr(self.dataset, "digest", None),
+            "shards": getattr(self.dataset, "share", None),
             "shuffle": self._shuffle,
             "shuffle_shards": self._shuffle_shards if self._shuffle == SHUFFLE_BY_SHARD else None,
             "seed": self.seed,

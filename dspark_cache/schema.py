@@ -52,7 +52,7 @@ FP8: Final = "fp8_e4m3"
 SIGNIFICAND_BITS: Final = {"bf16": 8, "fp16": 11, "fp32": 24, FP8: 4}
 """Dtype in which a cache may store states to its significant bits: none is converted to one with more."""
 
-STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 2, "shards": 4, "verify": 4}
+STAGE_VERSIONS: Final = {"tokenize": 1, "capture": 2, "shards": 4, "verify": 5}
 """Raised when the same input would give other output; `stages/versions.yaml` holds the same numbers."""
 
 VERIFY_LEVELS: Final = ("files", "headers", "bytes", "values", "supervision")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+
+
+@dataclass(slots=True)
+class Extreme:
+    """The first sample of which a value is largest, or smallest."""
+
+    value: float
+    index: int
 
 
 @dataclass(slots=True)
@@ -29,6 +38,14 @@ class Supervision:
     without_anchor: array[int] = field(default_factory=lambda: array("Q"))
     """Indices of samples without an anchor, those without a supervised token too."""
     spans: SpanPrefix = field(default_factory=SpanPrefix)
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Tokens of a sample to how many samples have so many; as the next two, no larger than a sample has positions."""
+    anchor_counts: Counter[int] = field(default_factory=Counter)
+    """Anchors of a sample to how many samples have so many."""
+    percents: Counter[int] = field(default_factory=Counter)
+    """Share of a sample's tokens that are supervised, in percent rounded down, to how many samples have it."""
+    extremes: dict[str, Extreme] = field(default_factory=dict)
+    """The samples to look at first, by what they are."""
 
     def add(self, index: int, sample: dict[str, torch.Tensor], length: int, *, is_cut: bool) -> None:
         """Count sample `index`, of which the first `length` positions are real tokens.
@@ -46,6 +63,14 @@ class Supervision:
         self.num_tokens += length
         self.supervised_tokens += supervised
         self.anchors += anchors
+        self.lengths[length] += 1
+        self.anchor_counts[anchors] += 1
+        self.percents[100 * supervised // max(1, length)] += 1
+        share = supervised / max(1, length)
+        self._note("longest", length, index)
+        self._note("shortest", -length, index)
+        self._note("most supervised", share, index)
+        self._note("least supervised", -share, index)
         if not supervised:
             self.unsupervised.append(index)
         if not anchors:
@@ -61,6 +86,16 @@ class Supervision:
         self.unsupervised += other.unsupervised
         self.without_anchor += other.without_anchor
         self.spans.merge(other.spans)
+        self.lengths.update(other.lengths)
+        self.anchor_counts.update(other.anchor_counts)
+        self.percents.update(other.percents)
+        for name, extreme in other.extremes.items():
+            self._note(name, extreme.value, extreme.index)
+
+    def _note(self, name: str, value: float, index: int) -> None:
+        """Take a sample as an extreme if no earlier one has a value as large."""
+        if name not in self.extremes or value > self.extremes[name].value:
+            self.extremes[name] = Extreme(value=value, index=index)
 
     @property
     def percent(self) -> float:

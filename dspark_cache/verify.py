@@ -312,7 +312,7 @@ def check_values(
     name, first = shard_name(shard), cache.starts[shard]
     for index, sample in enumerate(_samples(values, cache), start=first):
         tokens = expected(index) if expected else None
-        length = len(tokens[0]) if tokens else _real_length(sample, cache)
+        length = len(tokens[0]) if tokens else _stored_length(sample, cache)
         supervision.add(index, sample, length, is_cut=length == cache.manifest["seq_length"])
         faults = _range_faults(sample, length, cache) + _scale_faults(sample)
         if tokens:
@@ -372,12 +372,14 @@ def check_supervision(supervision: Supervision) -> Iterator[Finding]:
         yield Finding(level="supervision", file=MANIFEST_NAME, message=message)
 
 
-def _real_length(sample: Values, cache: CacheFolder) -> int:
-    if is_ragged(cache.manifest):
-        return len(sample[INPUT_IDS])
-    used = (sample[LAST_HIDDEN] != 0).any(dim=-1) | (sample[LOSS_MASK] != 0)
-    positions = used.nonzero()
-    return int(positions[-1]) + 1 if len(positions) else 0
+def _stored_length(sample: Values, cache: CacheFolder) -> int:
+    return len(sample[INPUT_IDS]) if is_ragged(cache.manifest) else real_length(sample)
+
+
+def real_length(sample: Values) -> int:
+    """Return the positions of a padded sample up to the last that has a state or is supervised."""
+    used = ((sample[LAST_HIDDEN] != 0).any(dim=-1) | (sample[LOSS_MASK] != 0)).nonzero()
+    return int(used[-1]) + 1 if len(used) else 0
 
 
 def _range_faults(sample: Values, length: int, cache: CacheFolder) -> list[str]:
@@ -420,14 +422,42 @@ def _token_faults(sample: Values, ids: torch.Tensor, mask: torch.Tensor) -> list
     return faults
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distance:
+    """Relative L2 of a token of a cached state to the recomputed one, over some samples.
+
+    Attributes:
+        state: "layer 3", "last hidden", "logits".
+        mean: Of all tokens.
+        worst: Of the token farthest off.
+        limit: Up to which a state agrees.
+    """
+
+    state: str
+    mean: float
+    worst: float
+    limit: float
+
+
 @dataclass(slots=True)
 class Report:
-    """What a verification found."""
+    """What a verification found.
+
+    Attributes:
+        level: How far was checked.
+        findings: What is not as it must be.
+        supervision: Counts of the samples whose values were checked.
+        has_sound_values: Whether the values of every sample were checked, and nothing was found up to there.
+        num_recomputed: Samples that ran through the target once more.
+        distances: How far each of their states is from what the target gave.
+    """
 
     level: str
     findings: list[Finding] = field(default_factory=list)
     supervision: Supervision = field(default_factory=Supervision)
-    recompute: dict[str, Any] = field(default_factory=dict)
+    has_sound_values: bool = False
+    num_recomputed: int = 0
+    distances: list[Distance] = field(default_factory=list)
 
     def collect(self, findings: Iterable[Finding]) -> bool:
         """Take the findings of one level; say whether there were none."""
@@ -445,7 +475,18 @@ class Report:
             "num_findings": len(self.findings),
             "findings": [str(finding) for finding in self.findings],
             "supervision": self.supervision.as_json(),
-            "recompute": self.recompute,
+            "recompute": self._recompute_json(),
+        }
+
+    def _recompute_json(self) -> dict[str, Any]:
+        """Return the worst of all states: as it is, and as a share of what its state allows."""
+        if not self.distances:
+            return {}
+        shares = [distance.worst / distance.limit for distance in self.distances]
+        return {
+            "num_samples": self.num_recomputed,
+            "worst_relative_l2": max(distance.worst for distance in self.distances),
+            "worst_share_of_tolerance": float(f"{max(shares):.3g}"),
         }
 
 
@@ -489,6 +530,7 @@ def verify_cache(
         )
         report.collect(task.findings_of_others())
         _check_shards(task, report, num_threads, advance)
+    report.has_sound_values = "values" in wanted and not report.findings
     if "supervision" in wanted and not report.findings:
         report.collect(check_supervision(report.supervision))
     return report

@@ -1,4 +1,4 @@
-"""The verify stage as one call: the levels, then k samples through the target once more, then the report."""
+"""The verify stage as two calls: the levels and k samples through the target once more, then the reports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Any
 from dspark_cache.blocks import BlockStore
 from dspark_cache.capture_run import capture_identity
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
-from dspark_cache.files import remove_temporaries
+from dspark_cache.examine import Texts, VerifiedPart, no_texts, tokenizer_texts, verified_part
+from dspark_cache.files import (
+    FileLock,
+    building_lock,
+    put_bytes,
+    put_folder,
+    put_json,
+    put_output,
+    remove_temporaries,
+)
 from dspark_cache.forward import pick_device
 from dspark_cache.identity import manifest_differences
 from dspark_cache.ledger import Ledger, read_ledger
+from dspark_cache.plots import plot_data
 from dspark_cache.progress import Progress
 from dspark_cache.publish import PlacedSample, eval_folder, placed_samples, plan_caches
 from dspark_cache.reader import CachedDSparkDataset
@@ -24,14 +34,24 @@ from dspark_cache.recompute import (
     put_recomputed,
     read_recomputed,
     recompute_sample,
+    tolerance,
 )
+from dspark_cache.report import render_report
 from dspark_cache.schema import EVAL, MANIFEST_NAME, PROVENANCE_NAME, TRAIN
-from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext
+from dspark_cache.stage import (
+    CACHE_PATH,
+    LEDGER_PATH,
+    PAGE_PATH,
+    PLOTS_PATH,
+    REPORT_PATH,
+    TOKENS_PATH,
+    StageContext,
+)
 from dspark_cache.strict_json import differences
-from dspark_cache.target import load_target, read_target_facts, target_folder
+from dspark_cache.target import is_tokenizer_file, load_target, read_target_facts, target_folder
 from dspark_cache.target_weights import read_target_weight_modules
 from dspark_cache.tokens import Tokens, sample_key
-from dspark_cache.verify import CacheFolder, Finding, Report, verify_cache
+from dspark_cache.verify import CacheFolder, Distance, Finding, Report, verify_cache
 
 if TYPE_CHECKING:
     import torch
@@ -43,11 +63,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def verify_stage(stage: StageContext) -> dict[str, Report]:
+def verify_stage(stage: StageContext) -> dict[str, VerifiedPart]:
     """Verify what was published against tokens, provenance and, where asked, the target itself.
 
     Returns:
-        The report of each part: "train", and "eval" where `data.eval_samples` holds samples out.
+        What was found and seen of each part: "train", and "eval" where `data.eval_samples` holds samples out.
 
     Raises:
         CacheNotFoundError: There is no cache, ledger or tokens.
@@ -61,7 +81,23 @@ def verify_stage(stage: StageContext) -> dict[str, Report]:
     plans = plan_caches(tokens, ledger, samples, stage.settings)
     run = _Run(stage=stage, tokens=tokens, ledger=ledger, samples={sample.index: sample for sample in samples})
     folders = {TRAIN: path, EVAL: eval_folder(path)}
-    return {part: _verify_part(run, CacheFolder(folders[part]), plan) for part, plan in plans.items()}
+    caches = {part: CacheFolder(folders[part]) for part in plans}
+    reports = {part: _verify_part(run, caches[part], plan) for part, plan in plans.items()}
+    texts = _texts(run) if any(report.has_sound_values for report in reports.values()) else no_texts("none is needed")
+    return {part: verified_part(caches[part], report, texts) for part, report in reports.items()}
+
+
+def _texts(run: _Run) -> Texts:
+    """Return the target's tokenizer, if it is at hand and gave the tokens."""
+    stage, expected = run.stage, run.tokens.identity.get("tokenizer_fingerprint")
+    name, trust = stage.settings.target.model, stage.settings.target.trust_remote_code
+    try:
+        folder = target_folder(stage.target, stage.root, trust_remote_code=trust, weights=False)
+        found = stage.fingerprints().of_input(stage.target, folder, accept=is_tokenizer_file)
+    except (InputError, OSError) as error:
+        logger.warning("the report shows token ids instead of text: %s", error)
+        return no_texts(f"the target {name} is not at hand")
+    return tokenizer_texts(folder, found, str(expected), name=name, trust=trust)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,17 +142,38 @@ def _recompute_part(run: _Run, cache: CacheFolder, kept: list[int], report: Repo
         CachedDSparkDataset(cache.path), recomputed, head.weight, ledger.layer_ids, ledger.compute_dtype
     )
     report.findings += comparison.findings
-    report.recompute = {
-        "num_samples": len(chosen),
-        "worst_relative_l2": comparison.worst,
-        "mean_relative_l2": comparison.mean,
-    }
+    report.num_recomputed = len(chosen)
+    report.distances = [
+        Distance(
+            state=state,
+            mean=comparison.mean[state],
+            worst=worst,
+            limit=tolerance(ledger.compute_dtype, cache.manifest["dtype"], state),
+        )
+        for state, worst in comparison.worst.items()
+    ]
 
 
-def reports_json(reports: dict[str, Report]) -> dict[str, Any]:
+def put_reports(stage: StageContext, parts: dict[str, VerifiedPart]) -> None:
+    """Put the page, the data of its charts, and the metrics in place.
+
+    Raises:
+        LockedError: Another process is writing them.
+    """
+    plots, page = stage.root / PLOTS_PATH, stage.root / PAGE_PATH
+    with put_folder(plots) as folder:
+        for name, rows in plot_data(parts).items():
+            put_json(folder / f"{name}.json", rows)
+    with FileLock(building_lock(page)):
+        remove_temporaries(page.parent, f"{page.name}-")
+        put_bytes(page, render_report(parts).encode())
+    put_output(stage.root / REPORT_PATH, reports_json(parts))
+
+
+def reports_json(parts: dict[str, VerifiedPart]) -> dict[str, Any]:
     """Return reports of parts as DVC metrics: that of "train" at the top, the others under their names."""
-    others = {part: report.as_json() for part, report in reports.items() if part != TRAIN}
-    return {**reports[TRAIN].as_json(), **others}
+    others = {name: part.report.as_json() for name, part in parts.items() if name != TRAIN}
+    return {**parts[TRAIN].report.as_json(), **others}
 
 
 def release_blocks(stage: StageContext) -> None:

@@ -1,26 +1,23 @@
-"""Stage 4: cache, tokens and ledger in, `reports/verify.json` out; fails on any finding, after the report."""
+"""Stage 4: cache, tokens and ledger in, `reports/` out; fails on any finding, after the reports."""
 
 from __future__ import annotations
 
 import sys
 
 from dspark_cache.errors import VerificationError
-from dspark_cache.files import put_output
-from dspark_cache.stage import REPORT_PATH, open_stage, run_stage
-from dspark_cache.verify_run import release_blocks, reports_json, verify_stage
+from dspark_cache.stage import PAGE_PATH, open_stage, run_stage
+from dspark_cache.verify_run import put_reports, release_blocks, verify_stage
 
 
 def main() -> None:
-    """Verify `cache/`, write the report, raise on findings, and remove blocks that are not to be kept."""
+    """Verify `cache/`, write the reports, raise on findings, and remove blocks that are not to be kept."""
     stage = open_stage("verify")
-    reports = verify_stage(stage)
-    put_output(stage.root / REPORT_PATH, reports_json(reports))
-    for part, report in reports.items():
-        if report.findings:
-            listed = "\n  ".join(str(finding) for finding in report.findings[:20])
-            raise VerificationError(
-                f"the {part} cache has {len(report.findings)} finding(s), see {REPORT_PATH}:\n  {listed}"
-            )
+    parts = verify_stage(stage)
+    put_reports(stage, parts)
+    for name, part in parts.items():
+        if findings := part.report.findings:
+            listed = "\n  ".join(str(finding) for finding in findings[:20])
+            raise VerificationError(f"the {name} cache has {len(findings)} finding(s), see {PAGE_PATH}:\n  {listed}")
     release_blocks(stage)
 
 

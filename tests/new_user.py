@@ -54,6 +54,8 @@ class User:
         folder = home / "venv"
         venv.create(folder, with_pip=True)
         (site,) = folder.glob("lib/python*/site-packages")
+        for old in site.glob("setuptools*"):  # Python 3.11 brings one that is too old for torch
+            shutil.rmtree(old)
         (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
         for name in ("dvc", "torchrun"):  # scripts of dependencies, which name their own interpreter
             script = (Path(sys.executable).parent / name).read_text().splitlines(keepends=True)

@@ -26,8 +26,8 @@ class Page:
         self._left = Counter(line for language, code in self.blocks for line in _lines(language, code))
 
     def take(self, beginning: str) -> str:
-        """Take the command line that begins so, without its comment."""
-        (line,) = (line for line in self._left if line.startswith(beginning))
+        """Take the first command line that is left and begins so, without its comment."""
+        line = next(line for line in self._left if line.startswith(beginning))
         self._left.pop(line)
         return re.sub(r"\s{2,}#.*", "", line)
 

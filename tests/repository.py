@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "data" / "golden"
 STAGES = ("tokenize", "capture", "shards", "verify")
-OUTPUTS = ("tokens", "features.json", "cache", "reports/verify.json")
+OUTPUTS = ("tokens", "features.json", "cache", "reports/verify.json", "reports/verify.html", "reports/plots")
 
 
 def read_yaml(path: Path) -> Any:
@@ -97,7 +97,7 @@ class Repository:
         found = {}
         for name in names or OUTPUTS:
             path = self.root / name
-            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
             for file in files:
                 found[file.relative_to(self.root).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
         return found

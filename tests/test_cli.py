@@ -474,6 +474,21 @@ def test_verify_says_what_it_cannot_compare(
     assert capsys.readouterr().err.startswith(f"{cache} has no provenance.json: there are no digests to compare\n")
 
 
+def test_verify_writes_a_page_with_the_samples_or_says_what_it_lacks(
+    make_cache: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, page = make_cache(5, 2), tmp_path / "verify.html"
+    record_files(cache)
+    assert main(["verify", str(cache), "--html", str(page)]) == 0
+    assert "no folder with the target&#39;s tokenizer was given" in page.read_text()
+    (cache / "more").touch()
+    assert main(["verify", str(cache), "--html", str(page), "--json"]) == 1
+    assert "more: does not belong into a cache" in page.read_text()
+    capsys.readouterr()
+    assert main(["verify", str(cache), "--html", str(tmp_path / "none/verify.html")]) == 1
+    assert "none" in capsys.readouterr().err
+
+
 def test_verify_needs_no_bar_to_be_drawn(make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A training machine has torch and safetensors only."""
     monkeypatch.setitem(sys.modules, "tqdm", None)

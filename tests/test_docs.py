@@ -111,7 +111,7 @@ def test_the_readme_as_a_new_user_follows_it(newcomer: User, tmp_path: Path) -> 
     newcomer.run(page.take("dspark-cache init") + "\npwd", clone)
     origin = newcomer.run("python -c 'import dspark_cache; print(dspark_cache.__file__)'", drafts)
     assert origin.startswith(f"{newcomer.home}/venv/")
-    shown = newcomer.run(page.take("dvc repro && dvc status -q   "), drafts)
+    shown = newcomer.run(page.take("dvc repro && dvc status -q"), drafts)
     assert "Running stage 'verify'" in shown
     assert "assistant" in newcomer.run(page.take("dspark-cache inspect"), drafts)
     (drafts / "train.py").write_text(page.take_block("python", "build_cached_dspark_dataloader"))

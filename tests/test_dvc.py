@@ -70,6 +70,47 @@ def test_the_report_is_a_metric_in_git(reproduced: Repository) -> None:
     assert values["supervision"]["num_samples"] == 12
 
 
+def test_the_page_is_an_output_that_dvc_stores(reproduced: Repository, tmp_path: Path) -> None:
+    out = tmp_path / "verify.html"
+    reproduced.dvc("get", str(reproduced.root), "reports/verify.html", "--out", str(out))
+    assert out.read_bytes() == (reproduced.root / "reports/verify.html").read_bytes()
+
+
+PLOTS = {
+    "lengths": ("tokens", "train", "Real tokens a sample"),
+    "anchors": ("anchors", "train", "Anchors a sample"),
+    "supervised": ("percent", "train", "Supervised share of a sample's tokens"),
+    "norms": ("layer", "train_p50", "Norm of a token's state, median"),
+    "recompute": ("layer", "train_worst", "Distance to the recomputed states, worst token"),
+}
+
+
+def test_the_plots_are_in_git_and_dvc_draws_them_for_each_revision(repository: Repository) -> None:
+    plot = repository.root / "reports/plots/lengths.json"
+    rows = json.loads(plot.read_text())
+    plot.write_text(json.dumps([{**row, "train": 1} for row in rows]))
+    shown = json.loads(repository.dvc("plots", "diff", "--json").stdout)
+    assert "errors" not in shown
+    assert shown["data"].keys() == {f"reports/plots/{name}.json" for name in PLOTS}
+    for name, (x, y, title) in PLOTS.items():
+        (drawn,) = shown["data"][f"reports/plots/{name}.json"]
+        content = drawn["content"]
+        assert set(drawn["revisions"]) == {"HEAD", "workspace"}
+        assert (content["title"]["text"], content["mark"]["type"]) == (title, "line")
+        assert [content["encoding"][axis]["field"] for axis in "xy"] == [x, y]
+        assert all(content["encoding"][axis]["title"] for axis in "xy")
+        assert all(row[x] is not None and row[y] is not None for row in content["data"]["values"])
+    drawn = {(row["rev"], row["tokens"]): row["train"] for row in shown_rows(shown, "lengths")}
+    assert drawn == {("workspace", row["tokens"]): 1 for row in rows} | {
+        ("HEAD", row["tokens"]): row["train"] for row in rows
+    }
+
+
+def shown_rows(shown: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = shown["data"][f"reports/plots/{name}.json"][0]["content"]["data"]["values"]
+    return rows
+
+
 CHANGED = {
     "data.split": ("train[:5]", ["tokenize"]),
     "data.shuffle": (True, ["tokenize"]),
@@ -254,3 +295,4 @@ def test_a_failing_verification_fails_repro_after_the_report(repository: Reposit
     assert done.returncode != 0
     assert "[recompute] shard-00000" in done.stderr
     assert json.loads((repository.root / "reports/verify.json").read_text())["num_findings"] > 0
+    assert "do not train on this cache" in (repository.root / "reports/verify.html").read_text()

@@ -117,7 +117,7 @@ def look_around(repository: Repository, said: str) -> Step:
     remote = root.with_name("remote") / "files/md5"
     return Step(
         said=said,
-        files={str(path.relative_to(root)): look_at(path) for path in [root / "features.json", *outputs]},
+        files={str(path.relative_to(root)): look_at(path) for path in [root / "features.json", root / PAGE, *outputs]},
         blocks={path.stem: look_at(path) for path in root.glob(".work/capture-*/block-*.safetensors")},
         objects={path.parent.name + path.name: look_at(path) for path in remote.glob("*/*")},
         folders={digest for digest in digests if digest.endswith(".dir")},
@@ -195,6 +195,7 @@ def pushed(before: Step, after: Step) -> dict[str, File]:
 
 ABOUT = {f"{part}/{name}" for part in ("cache", "cache-eval") for name in ("manifest.json", "provenance.json")}
 TOKENS = {"tokens/tokens.safetensors", "tokens/tokens.json"}
+PAGE = "reports/verify.html"
 
 
 def test_the_first_push_holds_each_content_once(steps: dict[str, Step]) -> None:
@@ -238,7 +239,7 @@ def test_appended_conversations_push_the_last_shards_and_new_ones(steps: dict[st
         for number in numbers[part]
         for kind in ("shard", "samples")
     }
-    assert changed(before, after) == ABOUT | TOKENS | names | {"features.json"}
+    assert changed(before, after) == ABOUT | TOKENS | names | {"features.json", PAGE}
     assert before.files.keys() < after.files.keys()
     added = {after.files[name].md5 for name in changed(before, after)} | (after.folders - before.folders)
     assert pushed(before, after).keys() == added

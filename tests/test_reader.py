@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark_cache import CACHE_KEYS, CachedDSparkDataset, CacheFormatError, CacheNotFoundError, write_shard
+from dspark_cache import (
+    CACHE_KEYS,
+    CachedDSparkDataset,
+    CacheFormatError,
+    CacheNotFoundError,
+    SettingsError,
+    build_cached_dspark_dataloader,
+    write_shard,
+)
 from dspark_cache.offline_cache import CachedTensorDataset, write_manifest, write_tensor_shard
+from tests.caches import make_ragged, record_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -370,3 +380,140 @@ def test_a_used_dataset_is_copied_without_its_files(make_cache: MakeCache, trans
     assert len(other._open_handles) == 0
     assert all(equal(*pair) for pair in zip(other, expected, strict=True))
     assert len(other._open_handles) == len(dataset._open_handles) == 1
+
+
+# --- shares of shards -------------------------------------------------------------------------------------------
+
+
+def forms(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return a cache in every form in which it can be read, shards of one number of samples in each."""
+    ragged = make_ragged(folder, [len(load_file(path)["input_ids"]) for path in sorted(folder.glob("shard-*"))])
+    return [(folder, {}), (ragged, {}), (ragged, {"padded": False})]
+
+
+@pytest.mark.parametrize(("num_samples", "shard_size"), [(1, 1), (4, 1), (5, 2), (6, 2)])
+def test_shares_one_after_the_other_are_the_whole(make_cache: MakeCache, num_samples: int, shard_size: int) -> None:
+    count = -(-num_samples // shard_size)
+    for folder, options in forms(make_cache(num_samples, shard_size)):
+        whole = CachedDSparkDataset(folder, **options)
+        samples = [whole[index] for index in range(len(whole))]
+        for first, second in combinations_with_replacement(range(1, count), 2):
+            cuts = sorted({0, first, second, count})
+            shares = [CachedDSparkDataset(folder, shards=range(*pair), **options) for pair in pairwise(cuts)]
+            found = [share[index] for share in shares for index in range(-len(share), 0)]
+            assert all(equal(*pair) for pair in zip(found, samples, strict=True))
+            for share in shares:
+                assert share.manifest == whole.manifest
+                assert share.num_samples == len(share) == sum(share.shard_samples)
+                of_shards = [index for shard in share.shards for index in share.samples_of(shard)]
+                assert of_shards == list(range(len(share)))
+                assert [share.shard_of(index) for index in of_shards] == [
+                    shard for shard in share.shards for _ in share.samples_of(shard)
+                ]
+
+
+def test_a_share_s_batches_are_those_of_its_samples(make_cache: MakeCache) -> None:
+    for folder, options in forms(make_cache(7, 2)):
+        whole, share = (CachedDSparkDataset(folder, shards=shards, **options) for shards in (None, range(1, 3)))
+        expected = [whole[index] for index in (5, 2, 3)]
+        batch = share.__getitems__([3, 0, 1])
+        assert all(equal(*pair) for pair in zip(batch, expected, strict=True))
+        with pytest.raises(IndexError, match=r"^sample 4 of a cache of 4$"):
+            share[4]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_share_needs_no_other_files_and_pickles(make_cache: MakeCache, number: int) -> None:
+    folder, options = forms(make_cache(7, 2))[number]
+    record_files(folder)
+    expected = [CachedDSparkDataset(folder, **options)[index] for index in range(4, 7)]
+    for index in (0, 1):
+        for path in folder.glob(f"*-00000{index}.safetensors"):
+            path.unlink()
+    share = pickle.loads(pickle.dumps(CachedDSparkDataset(folder, shards=range(2, 4), max_open_files=1, **options)))
+    shutil.copy(shard(folder, 3), folder / "again")
+    (folder / "again").replace(shard(folder, 3))  # the same bytes in another file: hashed, and accepted
+    assert all(equal(share[index], expected[index]) for index in range(3))
+    with pytest.raises(CacheFormatError, match=r"missing shard indices \[0, 1\], unexpected shard indices \[\]$"):
+        CachedDSparkDataset(folder, **options)
+
+
+def test_a_share_whose_files_change_is_refused(make_cache: MakeCache) -> None:
+    folder = make_cache(6, 2)
+    share = CachedDSparkDataset(folder, shards=range(1, 3))
+    rewrite(folder, 2, lambda tensors: {key: tensor + 1 for key, tensor in tensors.items()})
+    with pytest.raises(CacheFormatError, match=r"shard-000002.safetensors is another file"):
+        share[2]
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        range(0),
+        range(2, 2),
+        range(2, 1),
+        range(0, 4),
+        range(-1, 2),
+        range(0, 3, 2),
+        range(2, 0, -1),
+        [0, 1],
+        1,
+        slice(2),
+    ],
+)
+def test_what_is_no_run_of_shards_is_refused(make_cache: MakeCache, share: Any) -> None:
+    message = (
+        f"shards: expected a range of step 1 with at least one of the shards 0..2, such as range(0, 2), found {share!r}"
+    )
+    for folder, options in forms(make_cache(6, 2)):
+        with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
+            CachedDSparkDataset(folder, shards=share, **options)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "gone", "faults"),
+    [
+        (7, None, "missing shard indices [], unexpected shard indices [7]"),
+        (None, 2, "missing shard indices [2], unexpected shard indices []"),
+    ],
+)
+def test_a_share_lacks_none_of_its_shards_and_has_no_foreign_ones(
+    make_cache: MakeCache, foreign: int | None, gone: int | None, faults: str
+) -> None:
+    folder = make_cache(8, 2)
+    if foreign is not None:
+        shutil.copy(shard(folder, 0), shard(folder, foreign))
+    if gone is not None:
+        shard(folder, gone).unlink()
+    message = f"the DSpark cache in {folder} must have shards 1 to 2 of 0..3; {faults}"
+    with pytest.raises(CacheFormatError, match=f"^{re.escape(message)}$"):
+        CachedDSparkDataset(folder, shards=range(1, 3))
+
+
+def test_a_share_s_shards_are_checked_at_open_and_others_are_not(make_cache: MakeCache) -> None:
+    folder = make_cache(6, 2)
+    os.truncate(shard(folder, 0), 9)
+    assert len(CachedDSparkDataset(folder, shards=range(1, 3))) == 4
+    with pytest.raises(CacheFormatError, match=r"shard-000000.safetensors has 9 bytes"):
+        CachedDSparkDataset(folder, shards=range(0, 1))
+
+
+def test_a_generic_cache_has_shares_too(eagle: Path) -> None:
+    shard(eagle, 0).unlink()
+    dataset = CachedTensorDataset(eagle, "EAGLE-3", 4, EAGLE_KEYS, shards=range(1, 3))
+    assert all(equal(*pair) for pair in zip(dataset, samples_of(eagle), strict=True))  # type: ignore[call-overload]
+
+
+def test_a_loader_reads_a_share_and_resumes_no_other(make_cache: MakeCache) -> None:
+    for folder, options in forms(make_cache(6, 2)):
+        pad_to = "longest" if options else "seq_length"
+        loaders = [
+            build_cached_dspark_dataloader(folder, 2, "shard", seed=0, pad_to=pad_to, shards=shards)
+            for shards in (range(0, 2), range(1, 3), range(0, 3), None)
+        ]
+        states = [loader.state_dict() for loader in loaders]
+        assert [state["shards"] for state in states] == [[0, 2], [1, 3], None, None]
+        with pytest.raises(SettingsError, match=r"^this state cannot be resumed: shards: \[0, 2\] then, \[1, 3\] now$"):
+            loaders[1].load_state_dict(states[0])
+        loaders[2].load_state_dict(states[3])
+        assert sum(len(batch["input_ids"]) for batch in loaders[0]) == 4

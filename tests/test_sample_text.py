@@ -114,6 +114,17 @@ def test_special_tokens_and_spaces_are_kept() -> None:
     assert text_spans(tokenizer, ids, mask)[-1].text == "<|im_end|>\n"
 
 
+def test_a_tokenizer_that_would_tidy_spaces_up_does_not() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(
+        ROOT / "inputs/target",
+        clean_up_tokenization_spaces=True,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
+    )
+    ids = ids_of(tokenizer, "Hi , you .")
+    assert tokenizer.decode(ids) != "Hi , you ."
+    assert joined(text_spans(tokenizer, ids, [0] * len(ids))) == "Hi , you ."
+
+
 def test_a_leading_space_is_dropped_at_the_start_of_the_sample_only() -> None:
     tokenizer = tokenizer_of("sentencepiece")
     ids = [*ids_of(tokenizer, "a b"), *ids_of(tokenizer, "b a")]

@@ -20,11 +20,12 @@ from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, VERIFY_LEVELS
 from dspark_cache.shard_file import ShardFile, write_tensors
-from dspark_cache.supervision import Supervision
+from dspark_cache.supervision import Extreme, Supervision
 from dspark_cache.tokens import Tokens
 from dspark_cache.verify import (
     MAX_FINDINGS,
     CacheFolder,
+    Distance,
     Finding,
     Report,
     check_bytes,
@@ -1500,6 +1501,15 @@ def test_merged_counts_are_those_of_all_samples_in_order(cut: int) -> None:
     }
     assert merged.unsupervised.tolist() == [0]
     assert merged.without_anchor.tolist() == [0, 2]
+    assert merged.lengths == {3: 3, 2: 1}
+    assert merged.anchor_counts == {0: 2, 1: 2}
+    assert merged.percents == {0: 1, 66: 1, 33: 1, 100: 1}
+    assert merged.extremes == {
+        "longest": Extreme(value=3, index=0),
+        "shortest": Extreme(value=-2, index=3),
+        "most supervised": Extreme(value=1, index=3),
+        "least supervised": Extreme(value=0, index=0),
+    }
 
 
 def test_supervised_padding_is_no_part_of_a_span() -> None:
@@ -1517,7 +1527,7 @@ def test_a_level_stops_after_so_many_findings(cache: Path) -> None:
 
 
 def test_a_report_is_metrics_and_text() -> None:
-    report = Report(level="files", recompute={"num_samples": 1})
+    report = Report(level="files")
     assert report.collect(iter([]))
     assert not report.collect(iter([Finding(level="files", file="x", message="is missing")]))
     assert report.as_json() == {
@@ -1525,7 +1535,17 @@ def test_a_report_is_metrics_and_text() -> None:
         "num_findings": 1,
         "findings": ["[files] x: is missing"],
         "supervision": Supervision().as_json(),
-        "recompute": {"num_samples": 1},
+        "recompute": {},
+    }
+    report.num_recomputed = 2
+    report.distances = [
+        Distance(state="layer 1", mean=0.001, worst=0.004, limit=0.01),
+        Distance(state="logits", mean=0.01, worst=0.02, limit=0.1),
+    ]
+    assert report.as_json()["recompute"] == {
+        "num_samples": 2,
+        "worst_relative_l2": 0.02,
+        "worst_share_of_tolerance": 0.4,
     }
     assert report.as_json()["supervision"]["supervised_fraction"] == 0
 
