@@ -35,6 +35,7 @@ from benchmarks.made_caches import MadeRows, Sizes, make_cache
 from benchmarks.workspace import logical_bytes, print_table
 from dspark_cache import CachedDSparkDataset, build_cached_dspark_dataloader
 from dspark_cache.blocks import Block, Slice, cut_batches, longest_first, plan_blocks
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.cache_plan import shard_bytes as bytes_of_shard
 from dspark_cache.chat_templates import resolve_chat_template
 from dspark_cache.files import dump_json, put_file
@@ -43,7 +44,7 @@ from dspark_cache.rows import open_source
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.shard_file import ShardWriter
 from dspark_cache.tokenizing import TokenizedSample, TokenizeOptions, TokenizerSource, load_tokenizer, tokenize_rows
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.made_caches import TOKEN_BYTES, Sizes, evict, make_cache
 from benchmarks.ratios import Row, fastest, in_turn, rate, ratio
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.cache_files import CacheFolder
+from dspark_cache.verify import verify_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

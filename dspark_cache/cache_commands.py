@@ -14,7 +14,8 @@ from dspark_cache.schema import AUTO, PROVENANCE_NAME, SIGNIFICAND_BITS, VERIFY_
 if TYPE_CHECKING:
     import argparse
 
-    from dspark_cache.verify import CacheFolder, Report
+    from dspark_cache.cache_files import CacheFolder
+    from dspark_cache.verify import Report
 
 
 def add_cache_commands(commands: Any) -> None:
@@ -95,7 +96,8 @@ def _add_verify(commands: Any) -> None:
 
 
 def _verify(parsed: argparse.Namespace) -> None:
-    from dspark_cache.verify import CacheFolder, verify_cache
+    from dspark_cache.cache_files import CacheFolder
+    from dspark_cache.verify import verify_cache
 
     cache = CacheFolder(parsed.cache)
     if cache.provenance is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.errors import CacheFormatError, SettingsError
 from dspark_cache.files import file_digest
 from dspark_cache.manifest import is_ragged
@@ -20,7 +21,6 @@ from dspark_cache.schema import HIDDEN, HIDDEN_SCALES, INPUT_IDS, LAST_HIDDEN, L
 from dspark_cache.shard_file import open_cache_file
 from dspark_cache.target_weights import target_weights_path
 from dspark_cache.tokens import sample_key
-from dspark_cache.verify import CacheFolder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.cache_plan import CachePlan, plan_cache, resolve_shard_size
 from dspark_cache.cache_writer import ensure_room, write_cache
 from dspark_cache.cached_rows import CachedRows
@@ -26,7 +27,7 @@ from dspark_cache.ragged import StatesForm
 from dspark_cache.schema import AUTO, EVAL, FP8, SIGNIFICAND_BITS, STAGE_VERSIONS, TRAIN
 from dspark_cache.target_weights import TargetWeightsCopy
 from dspark_cache.tokens import hold_out
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from dspark_cache.cache_files import CacheFolder
     from dspark_cache.supervision import Supervision
-    from dspark_cache.verify import CacheFolder, Report
+    from dspark_cache.verify import Report
 
 NORM_SAMPLES = 16
 """Samples, evenly spread, whose states are measured."""

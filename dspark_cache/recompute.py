@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dspark_cache.cache_files import Finding
 from dspark_cache.errors import CaptureError
 from dspark_cache.files import put_file
 from dspark_cache.forward import check_state
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN
 from dspark_cache.shard_file import ShardFile, write_tensors
 from dspark_cache.shards import shard_name
-from dspark_cache.verify import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -24,8 +24,9 @@ from dspark_cache.target import is_tokenizer_file
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dspark_cache.cache_files import CacheFolder
     from dspark_cache.provenance import Provenance
-    from dspark_cache.verify import CacheFolder, Report
+    from dspark_cache.verify import Report
 
 TEMPLATE = "report.html.jinja"
 MAX_VALUE = 1000

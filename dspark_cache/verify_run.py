@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.blocks import BlockStore
+from dspark_cache.cache_files import CacheFolder, Finding
 from dspark_cache.capture_run import capture_identity
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, InputError
 from dspark_cache.examine import Texts, VerifiedPart, no_texts, tokenizer_texts, verified_part
@@ -51,7 +52,7 @@ from dspark_cache.strict_json import differences
 from dspark_cache.target import is_tokenizer_file, load_target, read_target_facts, target_folder
 from dspark_cache.target_weights import read_target_weight_modules
 from dspark_cache.tokens import Tokens, sample_key
-from dspark_cache.verify import CacheFolder, Distance, Finding, Report, verify_cache
+from dspark_cache.verify import Distance, Report, verify_cache
 
 if TYPE_CHECKING:
     import torch

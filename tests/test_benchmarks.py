@@ -16,9 +16,10 @@ from benchmarks.compare import compare, main
 from benchmarks.made_caches import Sizes, make_cache
 from benchmarks.ratios import Row, in_turn, rate, ratio, table
 from benchmarks.workspace import ROOT
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.settings import TargetSettings
 from dspark_cache.target import load_target
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.cli import main
 from dspark_cache.convert import Conversion, convert_cache
 from dspark_cache.diff import diff_caches
 from dspark_cache.errors import CacheFormatError, SettingsError
 from dspark_cache.provenance import read_provenance
 from dspark_cache.schema import HIDDEN, LAST_HIDDEN
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 from tests.repository import Repository, make_repository
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dspark_cache import CachedDSparkDataset, read_target_weight_modules
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.errors import DsparkCacheError
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 from tests.repository import Repository, make_repository
 
 if TYPE_CHECKING:

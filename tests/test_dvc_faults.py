@@ -21,8 +21,9 @@ import pytest
 import torch
 
 from dspark_cache import CachedDSparkDataset
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 from tests.repository import Repository, make_repository, read_yaml
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from dspark_cache import CachedDSparkDataset
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.examine import (
     HEAD_CHARACTERS,
     MAX_SHOWN_TOKENS,
@@ -25,7 +26,7 @@ from dspark_cache.examine import (
     tokenizer_texts,
 )
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 from tests.caches import make_ragged
 from tests.repository import ROOT
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from dspark_cache import CachedDSparkDataset, write_manifest, write_shard, write_target_weights
 from dspark_cache.blocks import Block, BlockStore, PlannedBlock, block_name
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.errors import DsparkCacheError
 from dspark_cache.files import file_digest
 from dspark_cache.ledger import Ledger, place_samples, read_ledger
@@ -34,7 +35,7 @@ from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, SAMPL
 from dspark_cache.shard_file import ShardFile, write_tensors
 from dspark_cache.strict_json import read_json_object
 from dspark_cache.tokens import Tokens
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 from tests import caches
 from tests.conftest import VOCAB_SIZE, padded_sample
 

@@ -61,6 +61,7 @@ FLOW = [
     "ledger",
     "publish",
     "supervision",
+    "cache_files",
     "shard_stream",
     "verify",
     "recompute",

@@ -17,6 +17,7 @@ import pytest
 
 from dspark_cache import CachedDSparkDataset, read_manifest
 from dspark_cache.blocks import Block, BlockStore
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.errors import SettingsError, VerificationError
 from dspark_cache.files import link_file
 from dspark_cache.ledger import read_ledger
@@ -24,7 +25,7 @@ from dspark_cache.progress import Progress
 from dspark_cache.publish import Captured, publish_cache
 from dspark_cache.settings import check_settings
 from dspark_cache.tokens import Tokens
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 from tests.repository import Repository, make_repository
 
 if TYPE_CHECKING:

@@ -27,13 +27,14 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from dspark_cache import CachedDSparkDataset, build_cached_dspark_dataloader, read_manifest, write_manifest
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.loaders import build_cached_dataloader, collate_dspark
 from dspark_cache.ragged import samples_name
 from dspark_cache.reader import MAX_OPEN_FILES
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.shards import shard_name
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 from tests.caches import equal, make_ragged, record_files
 
 if TYPE_CHECKING:

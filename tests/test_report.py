@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dspark_cache import CachedDSparkDataset
+from dspark_cache.cache_files import CacheFolder, Finding
 from dspark_cache.errors import InputError, VerificationError
 from dspark_cache.examine import Examined, ShownSample, ShownSpan, VerifiedPart, no_texts, verified_part
 from dspark_cache.plots import plot_data
@@ -28,7 +29,7 @@ from dspark_cache.report import (
     visible,
 )
 from dspark_cache.schema import HIDDEN, INPUT_IDS, TRAIN, VERIFY_LEVELS
-from dspark_cache.verify import CacheFolder, Distance, Finding, Report, verify_cache
+from dspark_cache.verify import Distance, Report, verify_cache
 from tests.caches import make_ragged
 from tests.repository import ROOT, Repository, make_repository
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dspark_cache.cache_files import CacheFolder, Finding
 from dspark_cache.examine import ShownSample, ShownSpan, VerifiedPart, no_texts, verified_part
 from dspark_cache.report import render_report
-from dspark_cache.verify import CacheFolder, Distance, Finding, Report, verify_cache
+from dspark_cache.verify import Distance, Report, verify_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -46,9 +46,10 @@ from benchmarks.scale import (
     time_of,
 )
 from benchmarks.workspace import ROOT
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.ragged import feature_specs
 from dspark_cache.shard_file import ShardFile
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

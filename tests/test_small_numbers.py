@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, read_manifest
 from dspark_cache.blocks import BlockStore
+from dspark_cache.cache_files import CacheFolder
 from dspark_cache.cache_plan import resolve_shard_size
 from dspark_cache.cli import main
 from dspark_cache.diff import diff_caches
@@ -42,7 +43,7 @@ from dspark_cache.schema import (
 from dspark_cache.settings import check_settings
 from dspark_cache.shard_file import ShardFile, write_tensors
 from dspark_cache.tokens import Tokens
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.verify import verify_cache
 from tests.caches import change_content, provenance
 from tests.repository import STAGES, Repository, make_repository
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, read_target_weight_modules, write_shard
+from dspark_cache.cache_files import CacheFolder, Finding, check_bytes, check_files
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, VERIFY_LEVELS
@@ -24,12 +25,8 @@ from dspark_cache.supervision import Extreme, Supervision
 from dspark_cache.tokens import Tokens
 from dspark_cache.verify import (
     MAX_FINDINGS,
-    CacheFolder,
     Distance,
-    Finding,
     Report,
-    check_bytes,
-    check_files,
     check_supervision,
     check_values,
     check_weights,
