@@ -3,9 +3,9 @@
     conversations -> tokens/ -> features.json (blocks in scratch) -> cache/ -> reports/
 
 Using this package needs torch and safetensors only: a training machine installs no more. The names below are
-those of the reference's `dspark_cache` module, with its signatures, and `open_cache` and `fetch_cache`, which need
-dvc; `dspark_cache.offline_cache` has the generic ones. The pipeline's modules (`settings`, `tokens`, `capture`,
-`publish`, `verify`) are imported by the stages.
+those of the reference's `dspark_cache` module, with its signatures; `target_logits`; and `open_cache` and
+`fetch_cache`, which need dvc. `dspark_cache.offline_cache` has the generic ones. The pipeline's modules (`settings`,
+`tokens`, `capture`, `publish`, `verify`) are imported by the stages.
 
 What needs torch is imported when it is first asked for (PEP 562), so that the command line begins at once.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dspark_cache.produce import compute_batch_cache
     from dspark_cache.reader import CachedDSparkDataset
     from dspark_cache.shards import write_shard
-    from dspark_cache.target_weights import read_target_weight_modules, write_target_weights
+    from dspark_cache.target_weights import read_target_weight_modules, target_logits, write_target_weights
     from dspark_cache.target_weights import target_weights_path as _target_weights_path
     from dspark_cache.versions import fetch_cache, open_cache
 
@@ -80,6 +80,7 @@ __all__ = [
     "open_cache",
     "read_manifest",
     "read_target_weight_modules",
+    "target_logits",
     "tokenizer_chat_template_sha256",
     "write_manifest",
     "write_shard",
@@ -100,6 +101,7 @@ _HOMES = {
     "open_cache": "versions",
     "read_manifest": "manifest",
     "read_target_weight_modules": "target_weights",
+    "target_logits": "target_weights",
     "tokenizer_chat_template_sha256": "chat_template_hash",
     "write_manifest": "manifest",
     "write_shard": "shards",

@@ -48,6 +48,11 @@ SCALES_OF: Final = {HIDDEN: HIDDEN_SCALES, LAST_HIDDEN: LAST_HIDDEN_SCALES}
 SAMPLE_OFFSETS: Final = "sample_offsets"
 """int64 [n+1]: sample i of a ragged file is rows offsets[i] (included) to offsets[i+1] (excluded)."""
 
+LOGIT_CAPS: Final = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Fields of a configuration by which logits are bounded: cap * tanh(logits / cap)."""
+LOGIT_FACTORS: Final = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+"""Fields by which logits are multiplied before that, to the power with which each counts."""
+
 FP8: Final = "fp8_e4m3"
 SIGNIFICAND_BITS: Final = {"bf16": 8, "fp16": 11, "fp32": 24, FP8: 4}
 """Dtype in which a cache may store states to its significant bits: none is converted to one with more."""

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from dspark_cache.dtypes import DTYPE_MAP, SAFETENSORS_NAMES
 from dspark_cache.errors import InputError, SettingsError
 from dspark_cache.inputs import fetch_snapshot
+from dspark_cache.schema import LOGIT_CAPS, LOGIT_FACTORS
 from dspark_cache.serving import serving_findings
 from dspark_cache.shard_file import ShardFile
 
@@ -50,16 +51,6 @@ _UNSUPPORTED = {
 }
 UNSUPPORTED_MODEL_TYPES = {name: reason for reason, names in _UNSUPPORTED.items() for name in names.split()}
 """Families that are refused before any work, and why; docs/families.md lists the others."""
-
-_LOGIT_FIELDS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-)
-"""What a model does to lm_head's output; a trainer that applies lm_head itself must do the same."""
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
@@ -177,7 +168,7 @@ def read_target_facts(folder: Path, *, trust_remote_code: bool) -> TargetFacts:
         remote_code=trust_remote_code and bool(getattr(config, "auto_map", None)),
         logits={
             name: float(value)
-            for name in _LOGIT_FIELDS
+            for name in (*LOGIT_CAPS, *LOGIT_FACTORS)
             if isinstance(value := getattr(text, name, None), int | float) and value
         },
     )

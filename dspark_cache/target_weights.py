@@ -1,4 +1,4 @@
-"""The target's embedding and lm_head, kept beside the shards so that training needs no target."""
+"""The target's embedding and lm_head, kept beside the shards so that training needs no target, and its logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dspark_cache.dtypes import TensorSpec
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.manifest import is_ragged, read_manifest
-from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, TARGET_WEIGHTS_NAME
+from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, LOGIT_CAPS, LOGIT_FACTORS, TARGET_WEIGHTS_NAME
 from dspark_cache.shard_file import ShardFile, ShardWriter, file_bytes, open_cache_file, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from dspark_cache.manifest import PathLike
 
@@ -135,3 +135,22 @@ def _stores_tied_weights_once(cache_dir: PathLike) -> bool:
         return is_ragged(read_manifest(cache_dir, allow_incomplete=True))
     except CacheNotFoundError:
         return False
+
+
+def target_logits(
+    last_hidden: torch.Tensor, lm_head: torch.Tensor, rules: Mapping[str, float] | None = None
+) -> torch.Tensor:
+    """Return the logits [..., V] that the target makes of last hidden states.
+
+    Args:
+        last_hidden: States after the final norm [..., H], as `target_last_hidden_states` has them.
+        lm_head: Weight of lm_head [V, H], in the dtype of the states.
+        rules: What else the target does to them: `capture["logits"]` of the cache's provenance; None: nothing.
+    """
+    rules = rules or {}
+    logits = torch.nn.functional.linear(last_hidden, lm_head)
+    for name, power in LOGIT_FACTORS.items():
+        logits = logits * rules[name] ** power if name in rules else logits
+    for name in LOGIT_CAPS:
+        logits = rules[name] * torch.tanh(logits / rules[name]) if name in rules else logits
+    return logits

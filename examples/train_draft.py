@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dspark_cache import build_cached_dspark_dataloader, read_manifest, read_target_weight_modules
+from dspark_cache import build_cached_dspark_dataloader, read_manifest, read_target_weight_modules, target_logits
 from dspark_cache.files import put_file
 from dspark_cache.provenance import read_provenance
 
@@ -73,21 +73,6 @@ class BlockLayer(nn.Module):
         angles = places[:, None, :, None] / 10000 ** torch.linspace(0, 1, first.shape[-1], device=states.device)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def target_logits(hidden: torch.Tensor, lm_head: torch.Tensor, rules: Mapping[str, float]) -> torch.Tensor:
-    """Return what the target makes of last hidden states [N, H]: logits [N, V].
-
-    Args:
-        hidden: The states.
-        lm_head: Its weight [V, H].
-        rules: What else the target does to them: `capture.logits` of the cache's provenance.json.
-    """
-    logits = F.linear(hidden, lm_head) * (rules.get("logit_scale", 1) * rules.get("lm_head_multiplier", 1))
-    logits = logits / rules.get("logits_scaling", 1)
-    for cap in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
-        logits = rules[cap] * torch.tanh(logits / rules[cap]) if cap in rules else logits
-    return logits
 
 
 class Draft(nn.Module):

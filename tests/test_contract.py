@@ -93,6 +93,7 @@ OURS = {
     "__version__",
     "fetch_cache",
     "open_cache",
+    "target_logits",
 }
 
 SIGNATURES = [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from dspark_cache import (
@@ -16,10 +17,12 @@ from dspark_cache import (
     CacheNotFoundError,
     _target_weights_path,
     read_target_weight_modules,
+    target_logits,
     write_target_weights,
 )
 from dspark_cache.shard_file import ShardFile, write_tensors
 from dspark_cache.target_weights import TargetWeightsCopy
+from tests.families import build_tiny, load_tiny, make_samples
 
 GOLDEN = Path(__file__).parent / "data" / "golden" / "cases" / "q3-one-sample" / "cache"
 
@@ -162,3 +165,16 @@ def test_weights_that_are_missing_or_do_not_fit_are_refused(
     save_file(weights, path)
     with pytest.raises(CacheFormatError, match="^" + re.escape(path + message)):
         read_target_weight_modules(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "recurrent_gemma", "xlstm", "cohere", "granite", "falcon_h1"])
+@torch.no_grad()
+def test_logits_are_the_target_s(tmp_path: Path, model_type: str) -> None:
+    build_tiny(model_type, tmp_path)
+    facts, target = load_tiny(tmp_path)
+    ids = make_samples()[0][None].long()
+    last = target.base(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state[0]
+    expected = target.model(input_ids=ids, use_cache=False).logits[0]
+    assert facts.logits
+    torch.testing.assert_close(target_logits(last, target.head_weight, facts.logits), expected)
+    assert not torch.allclose(F.linear(last, target.head_weight), expected, rtol=1e-5)
