@@ -7,9 +7,11 @@ process by pickling, and positional reads make inherited ones safe after a fork.
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import threading
+import time
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -60,6 +62,10 @@ if TYPE_CHECKING:
     from dspark_cache.shard_file import ShardFile
     from dspark_cache.slabs import Slabs
 
+logger = logging.getLogger(__name__)
+
+SLOW_SECONDS = 10.0
+"""Opening a cache says how far it is as often, as on a network disk with many shards."""
 MAX_OPEN_FILES = 16
 """Default bound: under a strict `ulimit -n` of 64 torch takes some 24 in a worker, for what it shares."""
 READ_THREADS = 4
@@ -327,7 +333,11 @@ class CachedTensorDataset(Dataset[dict[str, torch.Tensor]]):
             self._sample_specs = self._specs_of_first_shard()
         ensure_sample_fits(self._sample_specs, self.cache_dir)
         states = array("Q")
-        for shard_index in self._shard_indices:
+        said = time.monotonic()
+        for number, shard_index in enumerate(self._shard_indices):
+            if time.monotonic() - said >= SLOW_SECONDS:
+                said = time.monotonic()
+                logger.warning("%s: opened %d of %d shards", self.cache_dir, number, len(self._shard_indices))
             shard = self._open(shard_index)
             self._note_lengths(shard)
             for file in self._files_of(shard):

@@ -195,9 +195,7 @@ def _add_clean(commands: Any) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--all", action="store_true", help="remove the current capture's blocks as well")
     parser.add_argument("--break-lock", action="store_true", help="forget the holder of a lock on a host that is gone")
-    parser.add_argument(
-        "folders", type=Path, nargs="*", metavar="FOLDER", help="with --break-lock: what conversions make"
-    )
+    parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="with --break-lock: what is locked")
     add_json(parser)
 
 
@@ -227,7 +225,8 @@ def _break_locks(parsed: argparse.Namespace) -> None:
     from dspark_cache.files import break_lock, building_lock
     from dspark_cache.stage import writer_locks
 
-    locks = [building_lock(folder) for folder in parsed.folders] or writer_locks(Path(), _scratch())
+    named = [lock for folder in parsed.folders for lock in (building_lock(folder), folder / "lock")]
+    locks = named or writer_locks(Path(), _scratch())
     broken = [lock for lock in locks if break_lock(lock)]
     if parsed.json:
         say_json([{"lock": str(lock)} for lock in broken])

@@ -52,6 +52,7 @@ FLOW = [
     "target",
     "blocks",
     "progress",
+    "dvc_output",
     "versions",
     "ranks",
     "launch",

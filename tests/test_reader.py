@@ -517,3 +517,14 @@ def test_a_loader_reads_a_share_and_resumes_no_other(make_cache: MakeCache) -> N
             loaders[1].load_state_dict(states[0])
         loaders[2].load_state_dict(states[3])
         assert sum(len(batch["input_ids"]) for batch in loaders[0]) == 4
+
+
+def test_opening_that_takes_long_says_how_far_it_is(
+    make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache(5, 2)
+    CachedDSparkDataset(cache)
+    assert caplog.messages == []
+    monkeypatch.setattr("dspark_cache.reader.SLOW_SECONDS", 0.0)
+    CachedDSparkDataset(cache)
+    assert caplog.messages == [f"{cache}: opened {number} of 3 shards" for number in range(3)]

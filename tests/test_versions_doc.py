@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ import pytest
 from dvc.schema import COMPILED_MULTI_STAGE_SCHEMA
 
 from dspark_cache import CachedDSparkDataset
-from dspark_cache.verify import CacheFolder, verify_cache
+from dspark_cache.cache_files import CacheFolder
+from dspark_cache.verify import verify_cache
 from tests.pages import Page
 from tests.published import stored
 from tests.repository import ROOT, Repository, make_repository, read_yaml
@@ -112,8 +112,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 def reproduce(repository: Repository) -> None:
     """Run the stages in this process, which has imported what they need, so that `dvc repro` has only to look."""
-    for name in ("tokens", "features.json", "cache", "cache-eval", "reports/verify.html"):
-        shutil.rmtree(repository.root / name, ignore_errors=True)
     repository.run()
     repository.dvc("commit", "--force")
 

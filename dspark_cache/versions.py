@@ -1,0 +1,387 @@
+"""Opening a cache by repository and revision: `open_cache`.
+
+DVC says which files a version has and fetches those that are missing, into its own cache. Each is compared once with
+the sha256 that provenance.json records, and linked into a folder named by DVC's hash of the cache, which a dataset
+then opens like any other. Stands after the reader and `progress`; dvc is imported only to look into a repository.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark_cache.dvc_output import DvcOutput, Wanted, is_url, naming_dvc, open_output
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, DsparkCacheError, LockedError, SettingsError
+from dspark_cache.files import (
+    FileLock,
+    FinishedParts,
+    ensure_free_disk,
+    file_digest,
+    link_file,
+    make_folder,
+    put_file,
+    put_json,
+)
+from dspark_cache.identity import ensure_expected
+from dspark_cache.manifest import is_ragged, read_manifest
+from dspark_cache.provenance import read_provenance
+from dspark_cache.ragged import samples_name
+from dspark_cache.reader import CachedDSparkDataset, ensure_share, num_shards_of
+from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME, TARGET_WEIGHTS_NAME
+from dspark_cache.shards import SHARD_RE, cut_by_bytes, shard_name
+from dspark_cache.strict_json import read_json_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from dspark_cache.dvc_output import Expected
+    from dspark_cache.manifest import PathLike
+    from dspark_cache.provenance import FileRecord
+
+
+STORE_VARIABLE = "DSPARK_CACHE_DIR"
+"""Environment variable that names the DVC cache to fetch into."""
+LINKS_FOLDER = "dspark"
+"""Name of our folder inside a DVC cache, where `dvc gc` does not look."""
+_BATCH_BYTES = 1 << 34
+"""Fetched at a time, then compared while it is still in the page cache."""
+_HASH_THREADS = 4
+_POLL_SECONDS = 0.1
+_NAMED = 10
+
+
+def open_cache(
+    source: PathLike,
+    rev: str | None = None,
+    *,
+    path: str = "cache",
+    expect: Expected | None = None,
+    shards: range | None = None,
+    store_dir: PathLike | None = None,
+    **options: Any,
+) -> CachedDSparkDataset:
+    """Open a version of a cache, fetching what is not there yet. Its folder is the dataset's `cache_dir`.
+
+    Processes of a machine may call it at the same time: one fetches, the others wait.
+
+    Args:
+        source: Folder of a cache; or a git repository with DVC, by URL or local path.
+        rev: Tag, branch or commit of the repository. None: of a URL its default branch, of a local repository what its
+            dvc.lock says now, committed or not; the only choice for a folder.
+        path: The cache's path in the repository.
+        expect: See `CachedDSparkDataset`; compared before any shard is fetched.
+        shards: See there; no other shard is fetched.
+        store_dir: Folder of the DVC cache to fetch into. None: the one that `DSPARK_CACHE_DIR` names; else that of a
+            local `source`; else that of the repository around the working directory; else `~/.cache/dspark-cache`.
+        options: Others of `CachedDSparkDataset`.
+
+    Raises:
+        CacheNotFoundError: No such folder, repository or path in it, or files are neither here nor in the remote.
+        CacheFormatError: No cache, not as its manifest says, another one than `expect`, or a fetched file has other
+            bytes than were recorded.
+        SettingsError: No such revision, one of a folder, dvc is not installed, too little disk is free, or as
+            `CachedDSparkDataset`.
+    """
+    folder = fetch_cache(source, rev, path=path, expect=expect, shards=shards, store_dir=store_dir)
+    return CachedDSparkDataset(folder, expect=expect, shards=shards, **options)
+
+
+def fetch_cache(
+    source: PathLike,
+    rev: str | None = None,
+    *,
+    path: str = "cache",
+    expect: Expected | None = None,
+    shards: range | None = None,
+    store_dir: PathLike | None = None,
+) -> Path:
+    """Return the folder of a version of a cache, fetching what is not there yet. Arguments and errors: `open_cache`."""
+    text, folder = os.fspath(source), Path(source)
+    if not is_url(text) and not folder.is_dir():
+        raise CacheNotFoundError(f"no such folder: {text}; expected that of a cache or of a repository, or a URL")
+    url = text if is_url(text) else str(folder.resolve())
+    wanted = Wanted(url=url, rev=rev, path=path.strip("/"), expect=expect, shards=shards)
+    if is_url(text) or not (folder / MANIFEST_NAME).is_file():
+        folder = _fetch(wanted, _Store(_store_root(url, store_dir)))
+    elif rev is not None:
+        raise SettingsError(
+            f"rev: {folder} is a cache, which has no revisions, found {rev!r}: give the repository that it is from"
+        )
+    if expect is not None:
+        ensure_expected(read_manifest(folder), expect, cache_dir=wanted.place)
+    return folder
+
+
+class _Store:
+    """A DVC cache, and what we keep in it: versions as folders of links, which revisions they are, checked objects."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = root / LINKS_FOLDER
+        self._revisions = self.folder / "revisions.json"
+
+    def version(self, key: str) -> Path:
+        """Return the folder of a version."""
+        return self.folder / "versions" / key
+
+    def known(self, wanted: Wanted) -> Path | None:
+        """Return the folder of a version whose revision was looked up before, if all that is wanted is there."""
+        key = self._read_revisions().get(wanted.digest)
+        folder = self.version(key) if isinstance(key, str) else None
+        return folder if folder and _is_whole(folder, wanted.shards) else None
+
+    def remember(self, wanted: Wanted, key: str) -> None:
+        """Note which version a revision is."""
+        revisions = self._read_revisions()
+        if revisions.get(wanted.digest) != key:
+            put_json(self._revisions, {**revisions, wanted.digest: key})
+
+    def _read_revisions(self) -> dict[str, Any]:
+        try:
+            return read_json_object(self._revisions)
+        except (FileNotFoundError, CacheFormatError):
+            return {}
+
+    @contextmanager
+    def turn(self) -> Iterator[FinishedParts]:
+        """Wait until no other process fetches into this store; give the digests of objects that were compared."""
+        with ExitStack() as stack:
+            is_told = False
+            while True:
+                try:
+                    stack.enter_context(FileLock(self.folder / "lock"))
+                    break
+                except LockedError as error:
+                    if not is_told:
+                        named = f" {self.folder}" if str(error).endswith("--break-lock") else ""
+                        sys.stderr.write(f"waiting: {error}{named}\n")
+                        is_told = True
+                    time.sleep(_POLL_SECONDS)
+                except OSError as error:
+                    raise SettingsError(
+                        f"{self.folder} cannot be written to ({error}): name another DVC cache by store_dir= or "
+                        f"{STORE_VARIABLE}"
+                    ) from error
+            yield FinishedParts(self.folder / "checked.jsonl", "1")
+
+
+def _store_root(url: str, store_dir: PathLike | None) -> Path:
+    """Return the folder of the DVC cache to fetch into."""
+    chosen = store_dir or os.environ.get(STORE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    found = None if is_url(url) else _dvc_cache(Path(url))
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return found or _dvc_cache(Path.cwd()) or Path(caches, "dspark-cache").resolve()
+
+
+def _dvc_cache(folder: Path) -> Path | None:
+    """Return the DVC cache of the repository around a folder, None without a repository."""
+    with naming_dvc():
+        from dvc.exceptions import NotDvcRepoError
+        from dvc.repo import Repo
+    try:
+        with Repo(str(folder)) as repo:
+            return Path(repo.cache.local_cache_dir)
+    except NotDvcRepoError:
+        return None
+
+
+def _fetch(wanted: Wanted, store: _Store) -> Path:
+    """Return the folder of a version, with all that is wanted in it."""
+    folder = store.known(wanted)
+    if folder is None:
+        with store.turn() as checked:
+            # Another process may have fetched it meanwhile.
+            folder = store.known(wanted) or _look_up(wanted, store, checked)
+    return folder
+
+
+def _look_up(wanted: Wanted, store: _Store, checked: FinishedParts) -> Path:
+    """Ask the repository for the version, and fill its folder."""
+    with open_output(wanted, store.root) as output:
+        folder = store.version(output.key)
+        if not _is_whole(folder, wanted.shards):
+            _fill(_Version(wanted, output, folder, checked))
+        if output.is_fixed:
+            store.remember(wanted, output.key)
+    return folder
+
+
+def _is_whole(folder: Path, shards: range | None) -> bool:
+    """Say whether a version's folder has all files of a share, of the recorded sizes."""
+    try:
+        provenance = read_provenance(folder)
+        names = _names(read_manifest(folder), shards)
+        sizes = {name: (folder / name).stat().st_size for name in names}
+    except (DsparkCacheError, OSError):
+        return False
+    files = provenance.files if provenance else {}
+    return all(name not in files or files[name].num_bytes == size for name, size in sizes.items())
+
+
+def _names(manifest: dict[str, Any], shards: range | None) -> list[str]:
+    """Return the files of a share but manifest and provenance."""
+    count = num_shards_of(manifest)
+    if shards is not None:
+        ensure_share(shards, count)
+    kinds = (shard_name, samples_name) if is_ragged(manifest) else (shard_name,)
+    return [TARGET_WEIGHTS_NAME, *(kind(shard) for shard in shards or range(count) for kind in kinds)]
+
+
+def _fill(version: _Version) -> None:
+    """Put provenance and manifest in place, check what they say, then weights and shards."""
+    wanted, folder, names = version.wanted, version.folder, version.output.oids.keys()
+    if MANIFEST_NAME not in names:
+        raise CacheFormatError(f"{wanted} is no cache: it has no {MANIFEST_NAME}, but {sorted(names)[:_NAMED]}")
+    make_folder(folder)
+    version.put([name for name in (PROVENANCE_NAME,) if name in names])
+    provenance = read_provenance(folder)
+    version.records = provenance.files if provenance else {}
+    version.put([MANIFEST_NAME])
+    manifest = read_manifest(folder)
+    if wanted.expect is not None:
+        ensure_expected(manifest, wanted.expect, cache_dir=wanted.place)
+    required, every = _names(manifest, wanted.shards), set(_names(manifest, None))
+    missing = sorted(every - names)
+    surplus = sorted(name for name in names if SHARD_RE.match(name) and name not in every)
+    if missing or surplus:
+        raise CacheFormatError(
+            f"{wanted} is not what its {MANIFEST_NAME} says: missing {missing[:_NAMED]}, surplus {surplus[:_NAMED]}"
+        )
+    _put_all(version, required)
+
+
+def _put_all(version: _Version, names: Sequence[str]) -> None:
+    """Put many files in place, as many at a time as a page cache holds, and show how far it is."""
+    with naming_dvc():
+        from dspark_cache.progress import Progress
+    sizes = [version.records[name].num_bytes if name in version.records else 0 for name in names]
+    missing = sum(size for name, size in zip(names, sizes, strict=True) if not version.has(name))
+    remedy = f"or name another DVC cache by store_dir= or {STORE_VARIABLE}"
+    ensure_free_disk(version.folder, missing, what=str(version.wanted), remedy=remedy)
+    with Progress(f"fetch {version.wanted.path}", sum(sizes) or None, "B") as progress:
+        for run in cut_by_bytes(sizes, _BATCH_BYTES):
+            version.put([names[index] for index in run])
+            progress.advance(sum(sizes[index] for index in run))
+
+
+class _Version:
+    """A version whose folder is being filled.
+
+    Attributes:
+        records: What provenance.json records of each file, once that is known.
+    """
+
+    def __init__(self, wanted: Wanted, output: DvcOutput, folder: Path, checked: FinishedParts) -> None:
+        self.wanted = wanted
+        self.output = output
+        self.folder = folder
+        self.records: Mapping[str, FileRecord] = {}
+        self._checked = checked
+
+    def put(self, names: Sequence[str]) -> None:
+        """Link files that are in DVC's cache, fetch the others, each compared unless it was before.
+
+        Raises:
+            CacheNotFoundError: Files are neither here nor in the remote.
+            CacheFormatError: A file has other bytes than recorded. It is removed, so that the next call fetches it.
+        """
+        left = [name for name in names if not self._is_checked(self.folder / name, name)]
+        there = {name for name in left if self.output.object(name).exists()}
+        sound = there - self._link(sorted(there)).keys()
+        missing = [name for name in left if name not in sound]
+        if missing:
+            self._fetch(missing)
+
+    def has(self, name: str) -> bool:
+        """Say whether a file need not be fetched, as far as one can tell without reading it."""
+        return (self.folder / name).exists() or self.output.object(name).exists()
+
+    def _fetch(self, names: Sequence[str]) -> None:
+        reasons = self.output.fetch(names)
+        missing = [name for name in names if not self.output.object(name).exists()]
+        if missing:
+            why = f": {reasons[-1]}" if reasons else "; dvc push where it was made"
+            raise CacheNotFoundError(
+                f"{self.wanted}: {len(missing)} of its files are neither in {self.output.objects} nor could they be "
+                f"fetched, {missing[:_NAMED]}{why}"
+            )
+        damaged = self._link(names)
+        if damaged:
+            faults = [f"{name} {fault}" for name, fault in damaged.items()]
+            raise CacheFormatError(
+                f"{self.wanted}: the remote has damaged files, which were not kept in {self.output.objects}; mend the "
+                "remote: " + "; ".join(faults[:_NAMED])
+            )
+
+    def _link(self, names: Sequence[str]) -> dict[str, str]:
+        """Compare objects with what is recorded of them and link them; remove damaged ones and return their faults."""
+        new = [name for name in names if not self._is_checked(self.output.object(name), name)]
+        with ThreadPoolExecutor(_HASH_THREADS) as threads:
+            faults = dict(zip(new, threads.map(self._fault, new), strict=True))
+        damaged = {name: fault for name, fault in faults.items() if fault}
+        for name in names:
+            source, link = self.output.object(name), self.folder / name
+            if name in damaged:
+                link.unlink(missing_ok=True)
+                source.unlink(missing_ok=True)  # two names may have one object
+                continue
+            if name in faults:
+                self._checked.add(self.output.oids[name], self._state(source, name))
+            _put_link(source, link)
+        return damaged
+
+    def _is_checked(self, path: Path, name: str) -> bool:
+        """Say whether a file is the very one that was compared before."""
+        with suppress(FileNotFoundError):
+            return bool(self._checked.records.get(self.output.oids[name]) == self._state(path, name))
+        return False
+
+    def _state(self, path: Path, name: str) -> dict[str, Any]:
+        status, record = path.stat(), self.records.get(name)
+        place = {"inode": status.st_ino, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+        return {**place, "sha256": record.sha256 if record else None}
+
+    def _fault(self, name: str) -> str:
+        """Return what is wrong with an object; DVC does not flush what it fetches to the disk, so that is done here."""
+        source = self.output.object(name)
+        with source.open("rb") as stream:
+            os.fsync(stream.fileno())
+        return _fault(source, self.records.get(name), self.output.oids[name])
+
+
+def _fault(path: Path, record: FileRecord | None, oid: str) -> str:
+    """Compare a file with its record, without one with the md5 by which DVC names it; return what is wrong."""
+    if record is None:
+        with path.open("rb") as stream:
+            found, expected = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest(), oid
+        return "" if found == expected else f"has md5 {found}, dvc says {expected}"
+    size = path.stat().st_size
+    if size != record.num_bytes:
+        return f"has {size} bytes, {PROVENANCE_NAME} says {record.num_bytes}"
+    found = file_digest(path)
+    return "" if found == record.sha256 else f"has sha256 {found}, {PROVENANCE_NAME} says {record.sha256}"
+
+
+def _put_link(source: Path, link: Path) -> None:
+    """Give an object a name in a version's folder: a hard link, else a symbolic one, and a copy only where neither is.
+
+    A hard link keeps the file when DVC's cache is cleaned.
+    """
+    link.unlink(missing_ok=True)
+    if link_file(source, link):
+        return
+    try:
+        link.symlink_to(source)
+    except OSError as error:
+        sys.stderr.write(f"{link} is copied, since it cannot be a link ({error}): its bytes are on the disk twice\n")
+        with put_file(link) as temporary:
+            shutil.copyfile(source, temporary)
