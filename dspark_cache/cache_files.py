@@ -20,6 +20,8 @@ from dspark_cache.schema import (
     LM_HEAD_KEY,
     MANIFEST_NAME,
     PROVENANCE_NAME,
+    SAMPLES_PREFIX,
+    STATES_PREFIX,
     TARGET_WEIGHTS_NAME,
 )
 from dspark_cache.shard_file import open_cache_file
@@ -239,3 +241,22 @@ def digest_findings(cache: CacheFolder, name: str, found: str) -> Iterator[Findi
     elif found != recorded.sha256:
         message = f"sha256 is {found}, provenance.json says {recorded.sha256}"
         yield Finding(level="bytes", file=name, message=message)
+
+
+_KINDS = {
+    "states": STATES_PREFIX,
+    "ids_and_masks": SAMPLES_PREFIX,
+    "target_weights": TARGET_WEIGHTS_NAME,
+    "manifest": MANIFEST_NAME,
+    "provenance": PROVENANCE_NAME,
+}
+"""Kind of file to what its name begins with; in padded caches ids and masks lie with the states."""
+
+
+def bytes_by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Add up sizes of a cache's files, by name, of each kind that is there; "other" is what belongs into no cache."""
+    found = {
+        kind: sum(size for name, size in sizes.items() if name.startswith(prefix)) for kind, prefix in _KINDS.items()
+    }
+    found["other"] = sum(sizes.values()) - sum(found.values())
+    return {kind: size for kind, size in found.items() if size}

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from dspark_cache.cache_files import bytes_by_kind
 from dspark_cache.cached_rows import CachedRows
 from dspark_cache.chat_template_hash import tokenizer_chat_template_sha256
 from dspark_cache.errors import InputError, SettingsError
 from dspark_cache.inputs import Fingerprints
 from dspark_cache.manifest import PathLike, is_ragged
-from dspark_cache.provenance import STATES_PREFIX, Provenance, read_provenance
+from dspark_cache.provenance import Provenance, read_provenance
 from dspark_cache.reader import CachedDSparkDataset
 from dspark_cache.sample_text import text_spans
 from dspark_cache.schema import (
@@ -27,9 +28,8 @@ from dspark_cache.schema import (
     INPUT_IDS,
     LAST_HIDDEN,
     LOSS_MASK,
-    MANIFEST_NAME,
     PROVENANCE_NAME,
-    TARGET_WEIGHTS_NAME,
+    STATES_PREFIX,
 )
 from dspark_cache.serving import CONFIG_KEYS, engine_layer_ids, serving_findings
 from dspark_cache.shards import shard_name
@@ -46,14 +46,6 @@ BLOCK: Final = 512
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _WIDTH: Final = 100
 """Columns that ids are wrapped at."""
-_KINDS: Final = {
-    "states": STATES_PREFIX,
-    "ids_and_masks": "samples-",
-    "target_weights": TARGET_WEIGHTS_NAME,
-    "manifest": MANIFEST_NAME,
-    "provenance": PROVENANCE_NAME,
-}
-"""Kind of file to what its name begins with; in padded caches ids and masks lie with the states."""
 
 
 def describe_cache(cache_dir: PathLike) -> dict[str, Any]:
@@ -74,19 +66,11 @@ def describe_cache(cache_dir: PathLike) -> dict[str, Any]:
         "files": len(sizes),
         "bytes": sum(status.st_size for status in sizes.values()),
         "held_bytes": held,
-        "bytes_by_kind": _bytes_by_kind({name: status.st_size for name, status in sizes.items()}),
+        "bytes_by_kind": bytes_by_kind({name: status.st_size for name, status in sizes.items()}),
         **_token_counts(manifest, provenance, len(dataset)),
         "serving": _serving(manifest),
         "made_from": _origin(provenance) if provenance else None,
     }
-
-
-def _bytes_by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
-    found = {
-        kind: sum(size for name, size in sizes.items() if name.startswith(prefix)) for kind, prefix in _KINDS.items()
-    }
-    found["other"] = sum(sizes.values()) - sum(found.values())
-    return {kind: size for kind, size in found.items() if size}
 
 
 def _token_counts(manifest: Mapping[str, Any], provenance: Provenance | None, num_samples: int) -> dict[str, Any]:

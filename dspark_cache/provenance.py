@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.files import put_json
-from dspark_cache.schema import EVAL, MANIFEST_NAME, PROVENANCE_NAME, TARGET_WEIGHTS_NAME, TRAIN
+from dspark_cache.schema import EVAL, MANIFEST_NAME, PROVENANCE_NAME, STATES_PREFIX, TARGET_WEIGHTS_NAME, TRAIN
 from dspark_cache.strict_json import Fields, ensure_no_foreign_link, is_int, is_sha256, read_json_object
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ PROVENANCE_VERSION = 2
 MAX_PROVENANCE_BYTES = 1 << 28
 """A cache of a million shards has some 230 bytes for each."""
 DIGEST_KEY = "sha256"
-STATES_PREFIX = "shard-"
 COUNTS = ("samples", "tokens", "supervised_tokens")
 _NAME_RE = re.compile(
     rf"{re.escape(MANIFEST_NAME)}|{re.escape(TARGET_WEIGHTS_NAME)}|(shard|samples)-[0-9]{{6}}\.safetensors"

@@ -26,7 +26,9 @@ from dspark_cache.schema import (
     LAST_HIDDEN_SCALES,
     LOSS_MASK,
     SAMPLE_OFFSETS,
+    SAMPLES_PREFIX,
     SCALES_OF,
+    STATES_PREFIX,
 )
 from dspark_cache.shard_file import Header, file_bytes, open_cache_file
 from dspark_cache.shards import shard_name
@@ -44,7 +46,7 @@ _DECODE_BYTES = 1 << 18
 
 def samples_name(shard_index: int) -> str:
     """Return the name of the file with ids and masks of a shard."""
-    return shard_name(shard_index).replace("shard-", "samples-", 1)
+    return shard_name(shard_index).replace(STATES_PREFIX, SAMPLES_PREFIX, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark_cache.cache_files import bytes_by_kind
 from dspark_cache.charts import Histogram, Ranges, histogram, ranges
 from dspark_cache.errors import SettingsError
 from dspark_cache.examine import Texts, VerifiedPart, no_texts, tokenizer_texts, verified_part
 from dspark_cache.inputs import Fingerprints
 from dspark_cache.manifest import is_ragged
 from dspark_cache.plots import CHARTS, sample_bins
-from dspark_cache.schema import TARGET_WEIGHTS_NAME, TRAIN
+from dspark_cache.schema import TRAIN
 from dspark_cache.target import is_tokenizer_file
 
 if TYPE_CHECKING:
@@ -248,19 +249,7 @@ def _numbers(part: VerifiedPart) -> list[tuple[str, str]]:
             ("Samples without a supervised token", _number(len(supervision.unsupervised))),
             ("Samples without an anchor", _number(len(supervision.without_anchor))),
         ]
-    return rows + [(kind, size_text(num_bytes)) for kind, num_bytes in _bytes_by_kind(cache).items()]
-
-
-def _bytes_by_kind(cache: CacheFolder) -> dict[str, int]:
-    """Return the bytes of the files that are there, by what they hold."""
-    kinds = {
-        "shard-": "Shards, bytes",
-        "samples-": "Ids and masks, bytes",
-        TARGET_WEIGHTS_NAME: "Target weights, bytes",
-    }
-    sizes = dict.fromkeys(kinds.values(), 0)
-    for name in cache.names:
-        for start, kind in kinds.items():
-            if name.startswith(start) and (cache.path / name).is_file():
-                sizes[kind] += (cache.path / name).stat().st_size
-    return {kind: size for kind, size in sizes.items() if size}
+    sizes = {name: (cache.path / name).stat().st_size for name in cache.names if (cache.path / name).is_file()}
+    kinds = {"states": "Shards", "ids_and_masks": "Ids and masks", "target_weights": "Target weights"}
+    there = bytes_by_kind(sizes)
+    return rows + [(f"{label}, bytes", size_text(there[kind])) for kind, label in kinds.items() if kind in there]

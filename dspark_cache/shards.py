@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.manifest import MAX_SHARDS, PathLike
-from dspark_cache.schema import CACHE_KEYS, DSPARK_NAME
+from dspark_cache.schema import CACHE_KEYS, DSPARK_NAME, STATES_PREFIX
 from dspark_cache.shard_file import write_tensors
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-SHARD_RE = re.compile(r"^shard-(\d{6})\.safetensors$")
+SHARD_RE = re.compile(rf"^{STATES_PREFIX}(\d{{6}})\.safetensors$")
 
 
 def shard_name(shard_index: int) -> str:
@@ -29,7 +29,7 @@ def shard_name(shard_index: int) -> str:
     """
     if not 0 <= shard_index < MAX_SHARDS:
         raise ValueError(f"shard index must be from 0 to {MAX_SHARDS - 1}, found {shard_index}")
-    return f"shard-{shard_index:06d}.safetensors"
+    return f"{STATES_PREFIX}{shard_index:06d}.safetensors"
 
 
 def shard_path(cache_dir: PathLike, shard_index: int) -> str:
