@@ -16,8 +16,8 @@ HEAD = """# Parameters
 
 Every key of [params.yaml](../params.yaml), made by `python docs/make_parameters.py` from the dataclasses that check it.
 A key that is left out has its default. All faults are reported at once, before any work. "Runs again" is the first
-stage that a change makes out of date; [the README](../README.md#pipeline) says what that costs. Sections of other names
-belong to other pipelines of a repository and are left alone.
+stage that a change makes out of date; [operations](operations.md#what-a-change-costs) says what that costs. Sections of
+other names belong to other pipelines of a repository and are left alone.
 
 `DSPARK_RUNTIME__<KEY>` in the environment, such as `DSPARK_RUNTIME__NUM_WORKERS=8`, overrides a key of `runtime`, and
 only those.

@@ -209,16 +209,15 @@ def _clean(parsed: argparse.Namespace) -> None:
     kept = None if parsed.all else _current_folder(scratch)
     folders = [(folder, size) for folder, size in scratch_folders(scratch) if folder != kept]
     if parsed.json:
-        removed = {folder: parsed.yes and _remove(folder) for folder, _ in folders}
-        say_json([{"folder": str(folder), "bytes": size, "removed": removed[folder]} for folder, size in folders])
+        removed = _remove(folders) if parsed.yes else []
+        say_json([{"folder": str(folder), "bytes": size, "removed": folder in removed} for folder, size in folders])
         return
     for folder, size in folders:
         say(f"{size / GIB:10.3f} GiB  {folder}")
     if not folders:
         say(f"nothing to remove in {scratch}" + (f"; kept {kept}" if kept else ""))
     elif parsed.yes or confirm(f"remove {len(folders)} folder(s)?"):
-        for folder, _ in folders:
-            _remove(folder)
+        _remove(folders)
 
 
 def _break_locks(parsed: argparse.Namespace) -> None:
@@ -250,14 +249,18 @@ def _current_folder(scratch: Path) -> Path | None:
     return BlockStore(scratch, read_ledger(LEDGER_PATH).identity).folder if LEDGER_PATH.exists() else None
 
 
-def _remove(folder: Path) -> bool:
-    """Remove a folder, unless somebody writes it; say whether it is gone."""
+def _remove(folders: list[tuple[Path, int]]) -> list[Path]:
+    """Remove folders of given sizes but those that somebody writes; return which are gone."""
     from dspark_cache.blocks import lock_folder
 
-    try:
-        with lock_folder(folder):
-            shutil.rmtree(folder)
-    except LockedError as error:
-        warn(f"kept {folder}: {error}")
-        return False
-    return True
+    removed = []
+    with show_progress("remove", sum(size for _, size in folders), "B") as advance:
+        for folder, size in folders:
+            try:
+                with lock_folder(folder):
+                    shutil.rmtree(folder)
+                removed.append(folder)
+            except LockedError as error:
+                warn(f"kept {folder}: {error}")
+            advance(size)
+    return removed

@@ -43,33 +43,18 @@ GIT = {
 
 
 @dataclass(frozen=True)
-class User:
-    """Somebody with a shell, whose `python`, `pip`, `dvc` and `dspark-cache` are those of a new virtual environment."""
+class Shell:
+    """A shell in which the commands of `commands`, the `bin` of a virtual environment, come first."""
 
-    home: Path
-
-    @classmethod
-    def make(cls, home: Path) -> User:
-        """Make the environment, without the package."""
-        folder = home / "venv"
-        venv.create(folder, with_pip=True)
-        (site,) = folder.glob("lib/python*/site-packages")
-        for old in site.glob("setuptools*"):  # Python 3.11 brings one that is too old for torch
-            shutil.rmtree(old)
-        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        for name in ("dvc", "torchrun"):  # scripts of dependencies, which name their own interpreter
-            script = (Path(sys.executable).parent / name).read_text().splitlines(keepends=True)
-            (folder / "bin" / name).write_text("".join([f"#!{folder}/bin/python\n", *script[1:]]))
-            (folder / "bin" / name).chmod(0o755)
-        return cls(home)
+    commands: Path
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the variables of the shell; pip takes what is installed, and hatchling makes the wheel."""
+        """Return its variables; pip takes what is installed, and hatchling makes the wheel."""
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return {
             **kept,
             **GIT,
-            "PATH": f"{self.home}/venv/bin:{os.environ['PATH']}",
+            "PATH": f"{self.commands}:{os.environ['PATH']}",
             "PIP_NO_INDEX": "1",
             "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the option's value: build isolation is 0, off
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -77,7 +62,7 @@ class User:
         }
 
     def run(self, commands: str, folder: Path, *, code: int = 0, **environment: str) -> str:
-        """Run lines of a shell, the first that fails ends them; return what they print."""
+        """Run lines, of which the first that fails ends them; return what they print."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", commands],
             cwd=folder,
@@ -88,3 +73,21 @@ class User:
         )
         assert done.returncode == code, f"{commands}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
+
+
+DEVELOPER = Shell(Path(sys.executable).parent)
+"""Whoever runs the tests: the package is that of the checkout."""
+
+
+def new_environment(folder: Path) -> Shell:
+    """Make a virtual environment in which dependencies can be imported, and the package not yet."""
+    venv.create(folder, with_pip=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for old in site.glob("setuptools*"):  # Python 3.11 brings one that is too old for torch
+        shutil.rmtree(old)
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for name in ("dvc", "torchrun"):  # scripts of dependencies, which name their own interpreter
+        script = (DEVELOPER.commands / name).read_text().splitlines(keepends=True)
+        (folder / "bin" / name).write_text("".join([f"#!{folder}/bin/python\n", *script[1:]]))
+        (folder / "bin" / name).chmod(0o755)
+    return Shell(folder / "bin")

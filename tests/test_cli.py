@@ -230,6 +230,9 @@ def test_fingerprint_prints_the_value_to_paste(tmp_path: Path, capsys: pytest.Ca
     for path in (tmp_path, tmp_path / "rows.jsonl"):
         assert main(["fingerprint", str(path)]) == 0
         assert capsys.readouterr().out == Fingerprints(None).of(path) + "\n"
+        assert main(["fingerprint", str(path), "--json"]) == 0
+        expected = {"path": str(path), "revision": Fingerprints(None).of(path)}
+        assert json.loads(capsys.readouterr().out) == expected
 
 
 def test_fingerprint_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,6 +292,24 @@ def test_clean_lists_sizes_and_keeps_the_current_capture(
     assert Path(".work/fingerprints.json").exists()
     assert main(["clean"]) == 0
     assert capsys.readouterr().out == f"nothing to remove in .work; kept {folders[1]}\n"
+
+
+def test_clean_for_scripts_lists_and_removes_only_if_told_to(
+    folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["clean", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {item["folder"] for item in listed} == {str(folders[0]), str(folders[2])}
+    assert {item["removed"] for item in listed} == {False}
+    assert all(item["bytes"] > 1 << 20 for item in listed)
+    assert left(folders) == [True, True, True]
+    with FileLock(folders[0] / "lock"):
+        assert main(["clean", "--json", "--yes"]) == 0
+    removed = {item["folder"]: item["removed"] for item in json.loads(capsys.readouterr().out)}
+    assert removed == {str(folders[0]): False, str(folders[2]): True}
+    (folders[0] / "lock").write_text(json.dumps({"host": "gone.invalid", "pid": 5}))
+    assert main(["clean", "--json", "--break-lock"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"lock": str(folders[0] / "lock")}]
 
 
 def test_clean_all_removes_the_current_capture_as_well(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,6 +451,22 @@ def test_the_lock_of_a_conversion_is_broken_by_the_folder_it_makes(
     assert capsys.readouterr().out == "forgot the holder of there/.padded.building.lock\n"
     with FileLock(lock):
         pass
+
+
+# convert
+
+
+def test_convert_describes_what_it_made(
+    make_cache: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = make_cache(5, 2)
+    record_files(cache)
+    arguments = ["convert", str(cache), str(tmp_path / "made"), "--layout", "ragged", "--samples", "0:3"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'made'} is made and verified\n"
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["layout"], found["samples"]) == ("ragged", 3)
 
 
 # verify

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dspark_cache.settings import SECTIONS, Settings
-from tests.new_user import User, copy_of_repository
+from tests.new_user import DEVELOPER, copy_of_repository
 from tests.pages import COMMANDS, Page, pages
 from tests.repository import ROOT, Repository, make_repository, read_yaml
 from tests.test_import_flow import FLOW
@@ -21,7 +21,7 @@ import make_parameters
 
 RUN_BY = {
     "CONTRIBUTING.md": "test_docs",
-    "README.md": "test_docs",
+    "README.md": "test_new_user",
     "docs/format.md": "test_docs",
     "docs/operations.md": "test_docs",
     "docs/performance.md": "test_docs",
@@ -95,78 +95,20 @@ def test_contributing_lists_the_modules_in_their_order() -> None:
     assert named == FLOW
 
 
-# the README
-
-
-@pytest.fixture(scope="module")
-def newcomer(tmp_path_factory: pytest.TempPathFactory) -> User:
-    return User.make(tmp_path_factory.mktemp("user"))
-
-
 @pytest.mark.dvc
-def test_the_readme_as_a_new_user_follows_it(newcomer: User, tmp_path: Path) -> None:
-    """From a clone and an empty environment to a cache, a change of data, a remote, a clone and an import."""
-    page, clone, drafts = Page("README.md"), copy_of_repository(tmp_path / "clone"), tmp_path / "drafts"
-    newcomer.run(page.take("pip install"), clone)
-    newcomer.run(page.take("dspark-cache init") + "\npwd", clone)
-    origin = newcomer.run("python -c 'import dspark_cache; print(dspark_cache.__file__)'", drafts)
-    assert origin.startswith(f"{newcomer.home}/venv/")
-    shown = newcomer.run(page.take("dvc repro && dvc status -q"), drafts)
-    assert "Running stage 'verify'" in shown
-    assert "assistant" in newcomer.run(page.take("dspark-cache inspect"), drafts)
-    (drafts / "train.py").write_text(page.take_block("python", "build_cached_dspark_dataloader"))
-    assert newcomer.run("python train.py", drafts).count("'input_ids': [8, 256]") == 8
-
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text("".join((ROOT / "inputs/data/conversations.jsonl").read_text().splitlines(keepends=True)[:9]))
-    newcomer.run("git add --all && git commit --quiet --message sample", drafts)
-    for beginning in ("git rm", "cp /somewhere", "dvc add", "git add", "dvc repro && dvc status -q"):
-        newcomer.run(page.take(beginning).replace("/somewhere/mine.jsonl", str(mine)), drafts)
-    assert newcomer.run("git status --short inputs", drafts).splitlines() == [
-        "A  inputs/data/.gitignore",
-        "D  inputs/data/conversations.jsonl",
-        "A  inputs/data/conversations.jsonl.dvc",
-    ]
-    count = "import dspark_cache; print(len(dspark_cache.CachedDSparkDataset('cache')))"
-    assert newcomer.run(f'python -c "{count}"', drafts) == "9\n"
-
-    newcomer.run(page.take("dvc remote add").replace("URL", str(tmp_path / "store")), drafts)
-    newcomer.run(page.take("dvc repro && dvc status -q && dvc push"), drafts)
-    newcomer.run("git add --all && git commit --quiet --message mine && git tag v1", drafts)
-    newcomer.run(f"git clone --quiet {drafts} trainer", tmp_path)
-    newcomer.run(page.take("dvc pull"), tmp_path / "trainer")
-    assert newcomer.run(f'python -c "{count}"', tmp_path / "trainer") == "9\n"
-    newcomer.run("git init --quiet other && cd other && dvc init --quiet", tmp_path)
-    line = page.take("dvc import").replace("URL_OF_THE_REPOSITORY", str(drafts)).replace("TAG", "v1")
-    newcomer.run(line, tmp_path / "other")
-    assert newcomer.run(f'python -c "{count}"', tmp_path / "other") == "9\n"
-    taken_by_ci(page)
-    assert page.left == []
-
-
-def taken_by_ci(page: Page) -> None:
-    """Take the commands that .ci/run runs as they are."""
-    ran = (ROOT / ".ci/run").read_text().splitlines()
-    for command in ("make repro", "make test", "make lint"):
-        if any(line.startswith(command) for line in page.left):
-            assert page.take(command) in ran
-
-
-@pytest.mark.dvc
-def test_the_pages_of_the_inputs(newcomer: User, tmp_path: Path) -> None:
+def test_the_pages_of_the_inputs(tmp_path: Path) -> None:
     clone = copy_of_repository(tmp_path / "clone")
     data, target = Page("inputs/data/README.md"), Page("inputs/target/README.md")
     somewhere = tmp_path / "somewhere"
     shutil.copytree(ROOT / "inputs/target", somewhere / "my-target")
     row = data.take_block("json", "messages")
     (somewhere / "mine.jsonl").write_text(row * 3)
-    newcomer.run("pip install .", clone)
     for page in (data, target):
         for line in page.left:
-            newcomer.run(page.take(line).replace("/somewhere", str(somewhere)), clone)
+            DEVELOPER.run(page.take(line).replace("/somewhere", str(somewhere)), clone)
         assert page.left == []
     Repository(clone).set_params(target={"model": "inputs/target/my-target"})
-    newcomer.run("dvc repro", clone)
+    DEVELOPER.run("dvc repro", clone)
 
 
 # format
@@ -188,11 +130,10 @@ def test_the_reader_of_the_page_on_the_format_reads_what_it_says(tmp_path: Path)
 
 
 @pytest.mark.dvc
-def test_the_pages_on_operations_and_verification(newcomer: User, tmp_path: Path) -> None:
+def test_the_pages_on_operations_and_verification(tmp_path: Path) -> None:
     page = Page("docs/operations.md")
     root = make_repository(tmp_path / "repository", num_rows=6, data={"seq_length": 64}).root
-    newcomer.run("pip install .", copy_of_repository(tmp_path / "clone"))
-    run = newcomer.run
+    run = DEVELOPER.run
     run("git init --quiet && dvc remote add --default store ../store", root)
     run("git add --all && git commit --quiet --message all", root)
     assert "samples" in run(page.take("dspark-cache estimate"), root)
@@ -213,8 +154,8 @@ def test_the_pages_on_operations_and_verification(newcomer: User, tmp_path: Path
     bin_folder.mkdir()
     (bin_folder / "srun").write_text('#!/bin/bash\nshift\nexec env SLURM_NTASKS=1 SLURM_PROCID=0 "$@"\n')
     (bin_folder / "srun").chmod(0o755)
-    (root / ".venv").symlink_to(newcomer.home / "venv")
-    path = f"{bin_folder}:{newcomer.environment()['PATH']}"
+    (root / ".venv").symlink_to(DEVELOPER.commands.parent)
+    path = f"{bin_folder}:{DEVELOPER.environment()['PATH']}"
     for beginning, environment in (("srun", {}), ("SLURM_ARRAY_TASK_ID", {"SLURM_ARRAY_TASK_ID": "16"})):
         shutil.rmtree(root / ".work")
         script = page.take_block("bash", beginning).replace("/shared/repository", str(root))
