@@ -1,4 +1,4 @@
-"""Commands about a cache that is there: inspect, verify, check, convert, diff. They need no repository."""
+"""Commands about a cache: inspect, verify, check, convert, diff, fetch. They need no repository around them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def add_cache_commands(commands: Any) -> None:
     _add_check(commands)
     _add_convert(commands)
     _add_diff(commands)
+    _add_fetch(commands)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +181,7 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("--layers", type=_layers, metavar="IDS", help="layer ids to keep, as 1,9,17")
     parser.add_argument("--seq-length", type=positive, metavar="N", help="positions to keep of each sample")
-    parser.add_argument("--samples", type=_sample_range, metavar="START:STOP", help="samples to keep, without STOP")
+    parser.add_argument("--samples", type=_range, metavar="START:STOP", help="samples to keep, without STOP")
     parser.add_argument("--eval-samples", type=positive, metavar="N", help="distinct samples, the first, to hold out")
     parser.add_argument("--part", choices=("train", "eval"), default="train", help="which part to write then")
     parser.add_argument("--pad-token-id", type=int, metavar="ID", help="id at padding, of a source that does not say")
@@ -197,7 +198,7 @@ def _layers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _sample_range(text: str) -> tuple[int, int]:
+def _range(text: str) -> tuple[int, int]:
     start, _, stop = text.partition(":")
     return int(start or 0), int(stop)
 
@@ -264,3 +265,34 @@ def _diff(parsed: argparse.Namespace) -> None:
         say_json(found)
     else:
         say(describe(found))
+
+
+def _add_fetch(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "fetch",
+        _fetch,
+        about="get a version of a cache from a git and DVC repository; print its folder",
+        details="What is missing is fetched into DVC's cache, compared with its recorded sha256, and linked.\n"
+        "`open_cache` in Python does the same and opens it.",
+        examples="""
+            dspark-cache fetch git@host:team/drafts.git --rev v1
+            dspark-cache fetch . --rev v1 --shards 0:10
+        """,
+    )
+    parser.add_argument("repository", metavar="REPOSITORY", help="its URL, or folder")
+    parser.add_argument("--rev", help="tag, branch or commit; default: the default branch, or the folder as it is")
+    parser.add_argument("--path", default="cache", help="the cache's path in it; default: %(default)s")
+    parser.add_argument("--shards", type=_range, metavar="START:STOP", help="shards to get, without STOP")
+    add_json(parser)
+
+
+def _fetch(parsed: argparse.Namespace) -> None:
+    from dspark_cache.versions import fetch_cache
+
+    shards = range(*parsed.shards) if parsed.shards else None
+    folder = fetch_cache(parsed.repository, parsed.rev, path=parsed.path, shards=shards)
+    if parsed.json:
+        say_json({"folder": str(folder)})
+    else:
+        say(str(folder))

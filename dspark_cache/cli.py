@@ -20,17 +20,8 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "tcsh")
 PATHS = (
-    "cache",
-    "source",
-    "destination",
-    "first",
-    "second",
-    "folder",
-    "folders",
-    "path",
-    "tokenizer",
-    "train_config",
-    "html",
+    *("cache", "source", "destination", "first", "second"),
+    *("folder", "folders", "path", "tokenizer", "train_config", "html", "repository"),
 )
 """Arguments that a shell completes by files and folders."""
 _EPILOG = """\

@@ -58,11 +58,11 @@ _NAMED = 10
 
 
 def open_cache(
-    source: PathLike,
+    path_or_repo: PathLike,
     rev: str | None = None,
+    expect: Expected | None = None,
     *,
     path: str = "cache",
-    expect: Expected | None = None,
     shards: range | None = None,
     store_dir: PathLike | None = None,
     **options: Any,
@@ -72,14 +72,14 @@ def open_cache(
     Processes of a machine may call it at the same time: one fetches, the others wait.
 
     Args:
-        source: Folder of a cache; or a git repository with DVC, by URL or local path.
+        path_or_repo: Folder of a cache; or a git repository with DVC, by URL or local path.
         rev: Tag, branch or commit of the repository. None: of a URL its default branch, of a local repository what its
             dvc.lock says now, committed or not; the only choice for a folder.
-        path: The cache's path in the repository.
         expect: See `CachedDSparkDataset`; compared before any shard is fetched.
+        path: The cache's path in the repository.
         shards: See there; no other shard is fetched.
         store_dir: Folder of the DVC cache to fetch into. None: the one that `DSPARK_CACHE_DIR` names; else that of a
-            local `source`; else that of the repository around the working directory; else `~/.cache/dspark-cache`.
+            local repository; else that of the repository around the working directory; else `~/.cache/dspark-cache`.
         options: Others of `CachedDSparkDataset`.
 
     Raises:
@@ -89,21 +89,21 @@ def open_cache(
         SettingsError: No such revision, one of a folder, dvc is not installed, too little disk is free, or as
             `CachedDSparkDataset`.
     """
-    folder = fetch_cache(source, rev, path=path, expect=expect, shards=shards, store_dir=store_dir)
+    folder = fetch_cache(path_or_repo, rev, expect, path=path, shards=shards, store_dir=store_dir)
     return CachedDSparkDataset(folder, expect=expect, shards=shards, **options)
 
 
 def fetch_cache(
-    source: PathLike,
+    path_or_repo: PathLike,
     rev: str | None = None,
+    expect: Expected | None = None,
     *,
     path: str = "cache",
-    expect: Expected | None = None,
     shards: range | None = None,
     store_dir: PathLike | None = None,
 ) -> Path:
     """Return the folder of a version of a cache, fetching what is not there yet. Arguments and errors: `open_cache`."""
-    text, folder = os.fspath(source), Path(source)
+    text, folder = os.fspath(path_or_repo), Path(path_or_repo)
     if not is_url(text) and not folder.is_dir():
         raise CacheNotFoundError(f"no such folder: {text}; expected that of a cache or of a repository, or a URL")
     url = text if is_url(text) else str(folder.resolve())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COMMAND = Path(sys.executable).parent / "dspark-cache"
 COMMANDS = (
     *("init", "doctor", "estimate", "fingerprint", "clean"),
-    *("inspect", "verify", "check", "convert", "diff", "completion"),
+    *("inspect", "verify", "check", "convert", "diff", "fetch", "completion"),
 )
 
 

@@ -290,7 +290,7 @@ def test_the_folders_that_the_destination_lacks_are_made(source: Path, wanted: d
 PAUSING = """
 import sys
 from contextlib import contextmanager
-from dspark_cache import cli
+from dspark_cache import cache_commands, cli
 
 @contextmanager
 def progress(name, total, unit):
@@ -299,7 +299,7 @@ def progress(name, total, unit):
         sys.stdin.readline()
     yield advance
 
-cli._progress = progress
+cache_commands.show_progress = progress
 sys.exit(cli.main(sys.argv[1:]))
 """
 """The command line, waiting for a line after each unit of progress."""

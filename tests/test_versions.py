@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import inspect
 import json
 import os
 import re
@@ -623,6 +624,21 @@ def test_processes_that_open_it_at_once_all_get_it(shared: Published, store: Pat
     assert len({out for out, _ in said}) == 1
     assert sum("fetch cache" in err for _, err in said) == 1
     assert stored(store) == shared.names("v1")
+
+
+def test_the_command_prints_the_folder(published: Published, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", published.url, "--rev", "v1", "--shards", "1:2"]) == 0
+    folder = capsys.readouterr().out.removesuffix("\n")
+    assert Path(folder).parent == store / LINKS_FOLDER / "versions"
+    assert main(["fetch", published.url, "--rev", "v1", "--shards", "1:2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": folder}
+    assert main(["fetch", published.url, "--path", "none"]) == 1
+    assert "there is no such path" in capsys.readouterr().err
+
+
+def test_open_cache_takes_what_it_is_asked_for_in_this_order() -> None:
+    for function in (open_cache, fetch_cache):
+        assert list(inspect.signature(function).parameters)[:3] == ["path_or_repo", "rev", "expect"]
 
 
 def test_who_waits_says_for_whom_and_takes_what_that_one_fetched(published: Published, store: Path) -> None:
