@@ -145,13 +145,18 @@ def _add_check(commands: Any) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> None:
+    from dspark_cache.manifest import read_manifest
+    from dspark_cache.serving import serving_lines, serving_of
     from dspark_cache.train_config import ERROR, check_train_config, describe
 
     found = check_train_config(parsed.cache, parsed.train_config, strict=parsed.strict, device=parsed.device)
+    serving = serving_of(read_manifest(parsed.cache))
     if parsed.json:
-        say_json([item.as_json() for item in found])
+        say_json({"differences": [item.as_json() for item in found], "serving": serving})
     else:
         say(describe(found))
+        for name, text in serving_lines(serving):
+            say(f"{name}: {text}")
     errors = sum(item.severity == ERROR for item in found)
     if errors:
         raise SettingsError(f"{parsed.train_config} does not fit {parsed.cache}: {errors} error(s)")

@@ -31,7 +31,7 @@ from dspark_cache.schema import (
     PROVENANCE_NAME,
     STATES_PREFIX,
 )
-from dspark_cache.serving import CONFIG_KEYS, engine_layer_ids, serving_findings
+from dspark_cache.serving import serving_lines, serving_of
 from dspark_cache.shards import shard_name
 from dspark_cache.strict_json import printable
 from dspark_cache.supervision import Supervision
@@ -68,7 +68,7 @@ def describe_cache(cache_dir: PathLike) -> dict[str, Any]:
         "held_bytes": held,
         "bytes_by_kind": bytes_by_kind({name: status.st_size for name, status in sizes.items()}),
         **_token_counts(manifest, provenance, len(dataset)),
-        "serving": _serving(manifest),
+        "serving": serving_of(manifest),
         "made_from": _origin(provenance) if provenance else None,
     }
 
@@ -85,17 +85,6 @@ def _token_counts(manifest: Mapping[str, Any], provenance: Provenance | None, nu
         round(1 - tokens / positions, 6) if positions else None,
     )
     return dict(zip(names, (tokens, supervised, *shares), strict=True))
-
-
-def _serving(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return how inference engines name the captured layers, and which they cannot serve."""
-    layer_ids, num_layers = manifest.get("target_layer_ids"), manifest.get("num_hidden_layers")
-    if layer_ids is None or num_layers is None:
-        return None
-    return {
-        "layer_ids": {engine: engine_layer_ids(engine, layer_ids) for engine in CONFIG_KEYS},
-        "unservable": [finding.as_json() for finding in serving_findings(layer_ids, num_layers)],
-    }
 
 
 def _origin(provenance: Provenance) -> dict[str, Any]:
@@ -124,7 +113,7 @@ def cache_text(found: Mapping[str, Any]) -> str:
     """Return what `describe_cache` gave as text: the manifest's keys, then what follows from the files."""
     manifest = {key: value for key, value in found["manifest"].items() if key != "shard_samples"}
     lines = [*sorted(manifest.items()), *_file_lines(found), *_token_lines(found), *_origin_lines(found["made_from"])]
-    lines += _serving_lines(found["serving"])
+    lines += serving_lines(found["serving"])
     return "\n".join(f"{printable(key):26} {printable(str(value))}" for key, value in lines)
 
 
@@ -171,20 +160,6 @@ def _origin_lines(origin: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]
             yield name.replace("_", " "), str(origin[name])
     for changes in origin["conversions"]:
         yield "converted", str(changes)
-
-
-def _serving_lines(serving: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    if serving is None:
-        return
-    for engine, keys in serving["layer_ids"].items():
-        odd = sorted(
-            {layer for item in serving["unservable"] if item["engine"] == engine for layer in item["layer_ids"]}
-        )
-        named: dict[str, list[str]] = {}
-        for key, layer_ids in keys.items():
-            named.setdefault(str(layer_ids), []).append(key)
-        text = "; ".join(f"{' or '.join(names)}: {layer_ids}" for layer_ids, names in named.items())
-        yield f"draft in {engine}", text + (f"; layers {odd} cannot be served" if odd else "")
 
 
 # One sample

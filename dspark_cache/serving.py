@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 SGLANG: Final = "SGLang"
 VLLM: Final = "vLLM"
@@ -93,3 +93,27 @@ def engine_layer_ids(engine: str, layer_ids: Sequence[int]) -> dict[str, list[in
         KeyError: `engine` is none of `CONFIG_KEYS`.
     """
     return {key: [layer + offset for layer in layer_ids] for key, offset in CONFIG_KEYS[engine].items()}
+
+
+def serving_of(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return how engines name the captured layers of a cache, and which they cannot serve; None if it has not said."""
+    layer_ids, num_layers = manifest.get("target_layer_ids"), manifest.get("num_hidden_layers")
+    if layer_ids is None or num_layers is None:
+        return None
+    return {
+        "layer_ids": {engine: engine_layer_ids(engine, layer_ids) for engine in CONFIG_KEYS},
+        "unservable": [finding.as_json() for finding in serving_findings(layer_ids, num_layers)],
+    }
+
+
+def serving_lines(serving: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yield a name and a text for each engine of what `serving_of` gave."""
+    if serving is None:
+        return
+    for engine, keys in serving["layer_ids"].items():
+        odd = sorted({i for item in serving["unservable"] if item["engine"] == engine for i in item["layer_ids"]})
+        named: dict[str, list[str]] = {}
+        for key, layer_ids in keys.items():
+            named.setdefault(str(layer_ids), []).append(key)
+        text = "; ".join(f"{' or '.join(names)}: {layer_ids}" for layer_ids, names in named.items())
+        yield f"draft in {engine}", text + (f"; layers {odd} cannot be served" if odd else "")

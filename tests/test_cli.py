@@ -152,11 +152,13 @@ def test_check_lists_what_does_not_fit_and_exits_with_1(
     assert main(["check", str(cache), "--train-config", str(config)]) == 1
     out, err = capsys.readouterr()
     assert "error   recipe_args.seq_length: 9, the cache has 8\n" in out
+    assert "eagle_aux_hidden_state_layer_ids: [1, 2]" in out
     assert err.startswith(f"error: {config} does not fit {cache}: ")
     assert main(["check", str(cache), "--train-config", str(config), "--json"]) == 1
-    assert {"key": "recipe_args.seq_length", "value": 9, "cache": 8}.items() <= {
-        key: value for item in json.loads(capsys.readouterr().out) for key, value in item.items() if item["value"] == 9
-    }.items()
+    content = json.loads(capsys.readouterr().out)
+    (length,) = (item for item in content["differences"] if item["key"] == "recipe_args.seq_length")
+    assert (length["value"], length["cache"], length["severity"]) == (9, 8, "error")
+    assert content["serving"]["layer_ids"]["vLLM"]["eagle_aux_hidden_state_layer_ids"] == [1, 2]
 
 
 def test_check_exits_with_0_where_there_are_warnings_only_unless_it_is_strict(
