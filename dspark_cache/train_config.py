@@ -160,11 +160,6 @@ def describe(found: Sequence[Difference]) -> str:
     return "\n".join(map(str, found)) if found else "the file and the cache go together"
 
 
-def as_json(found: Sequence[Difference]) -> list[dict[str, Any]]:
-    """Return differences as plain values."""
-    return [item.as_json() for item in found]
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         from ruamel.yaml import YAML

@@ -15,7 +15,7 @@ from dspark_cache.convert import Conversion, convert_cache
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, SettingsError
 from dspark_cache.manifest import read_manifest
 from dspark_cache.target import build_target_layer_ids
-from dspark_cache.train_config import Difference, as_json, check_train_config, describe
+from dspark_cache.train_config import Difference, check_train_config, describe
 from tests.caches import make_ragged
 from tests.repository import GOLDEN, ROOT
 
@@ -217,7 +217,7 @@ def test_absent_keys_count_as_nemo_counts_them(make_cache: MakeCache, tmp_path: 
         ("warning", "recipe_args.seq_length", "it is not set, the cache has 8: NeMo AutoModel refuses another"),
     ]
     assert found[2].remedy == f"set it to {cache.resolve()}"
-    shown = as_json(found)[1]
+    shown = found[1].as_json()
     assert (shown["value"], shown["cache"]) == (None, [0, 1, 2, 3, 4])  # null where the file has nothing
 
 
@@ -479,7 +479,7 @@ def test_errors_come_first_and_nothing_in_a_file_forges_a_line(cache: Path, reci
     assert lines[1].startswith("        set it to 8; or cut the cache: ")
     assert lines[2].startswith("warning recipe_args.train_data_path: 'x\\nerror   all is well\\x1b[2K', the cache has ")
     assert len(lines) == 4
-    assert json.loads(json.dumps(as_json(found)))[0] == {
+    assert json.loads(json.dumps(found[0].as_json())) == {
         "severity": "error",
         "key": "recipe_args.seq_length",
         "value": 4,
@@ -495,7 +495,7 @@ def test_what_only_yaml_can_say_is_refused_and_still_written_as_json(cache: Path
     path.write_text(f"recipe_args: {{seq_length: {value}, target_layer_ids: [1, 2], cached_target_path: {cache}}}")
     item = only(check_train_config(cache, path))
     assert (item.severity, item.key) == ("error", "recipe_args.seq_length")
-    assert isinstance(json.loads(json.dumps(as_json([item]), allow_nan=False))[0]["value"], str)
+    assert isinstance(json.loads(json.dumps(item.as_json(), allow_nan=False))["value"], str)
 
 
 def test_a_cache_of_nemo_itself_is_compared(tmp_path: Path) -> None:
