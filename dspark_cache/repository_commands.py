@@ -65,9 +65,9 @@ def _init(parsed: argparse.Namespace) -> None:
     if parsed.json:
         say_json({**plan.as_json(), "applied": not parsed.dry_run})
         return
-    if parsed.dry_run:
+    if parsed.dry_run and plan.changes:
         say(plan.diff().rstrip())
-    else:
+    elif not parsed.dry_run:
         for command in plan.commands:
             say(f"{paint('ran     ', 'green')} {' '.join(command)}")
         for change in plan.changes:

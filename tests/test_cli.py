@@ -61,6 +61,8 @@ def test_init_makes_a_repository_and_then_has_nothing_to_add(
     content = json.loads(capsys.readouterr().out)
     assert content["applied"] is True
     assert {"dvc.yaml", "inputs/data/conversations.jsonl"} <= set(content["made"])
+    assert main(["init", str(folder), "--dry-run"]) == 0
+    assert capsys.readouterr().out == "there is nothing to add\n"
     (folder / "stages/verify.py").write_text("import dspark_cache  # mine")
     assert main(["init", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
