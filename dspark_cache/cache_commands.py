@@ -7,7 +7,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.console import add_command, add_json, has_colours, paint, positive, say, say_json, show_progress, warn
+from dspark_cache.console import (
+    add_command,
+    add_json,
+    has_colours,
+    integers,
+    paint,
+    positive,
+    say,
+    say_json,
+    show_progress,
+    span,
+    warn,
+)
 from dspark_cache.errors import SettingsError, VerificationError
 from dspark_cache.schema import AUTO, PROVENANCE_NAME, SIGNIFICAND_BITS, VERIFY_LEVELS
 
@@ -184,9 +196,9 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--shard-bytes", type=positive, metavar="N", help="bytes of states at which a ragged shard is full; 2 GiB"
     )
-    parser.add_argument("--layers", type=_layers, metavar="IDS", help="layer ids to keep, as 1,9,17")
+    parser.add_argument("--layers", type=integers, metavar="IDS", help="layer ids to keep, as 1,9,17")
     parser.add_argument("--seq-length", type=positive, metavar="N", help="positions to keep of each sample")
-    parser.add_argument("--samples", type=_range, metavar="START:STOP", help="samples to keep, without STOP")
+    parser.add_argument("--samples", type=span, metavar="START:STOP", help="samples to keep, without STOP")
     parser.add_argument("--eval-samples", type=positive, metavar="N", help="distinct samples, the first, to hold out")
     parser.add_argument("--part", choices=("train", "eval"), default="train", help="which part to write then")
     parser.add_argument("--pad-token-id", type=int, metavar="ID", help="id at padding, of a source that does not say")
@@ -197,15 +209,6 @@ def _add_convert(commands: Any) -> None:
 
 def _shard_size(text: str) -> int | str:
     return text if text == AUTO else positive(text)
-
-
-def _layers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _range(text: str) -> tuple[int, int]:
-    start, _, stop = text.partition(":")
-    return int(start or 0), int(stop)
 
 
 def _convert(parsed: argparse.Namespace) -> None:
@@ -288,7 +291,7 @@ def _add_fetch(commands: Any) -> None:
     parser.add_argument("repository", metavar="REPOSITORY", help="its URL, or folder")
     parser.add_argument("--rev", help="tag, branch or commit; default: the default branch, or the folder as it is")
     parser.add_argument("--path", default="cache", help="the cache's path in it; default: %(default)s")
-    parser.add_argument("--shards", type=_range, metavar="START:STOP", help="shards to get, without STOP")
+    parser.add_argument("--shards", type=span, metavar="START:STOP", help="shards to get, without STOP")
     add_json(parser)
 
 

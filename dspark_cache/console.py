@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -72,6 +73,29 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
     return value
+
+
+def integers(text: str) -> list[int]:
+    """Parse integers with commas between them.
+
+    Raises:
+        argparse.ArgumentTypeError: They are none.
+    """
+    if not re.fullmatch(r"-?[0-9]+(,-?[0-9]+)*", text):
+        raise argparse.ArgumentTypeError(f"expected integers with commas between them, as 1,9,17, found {text}")
+    return [int(part) for part in text.split(",")]
+
+
+def span(text: str) -> tuple[int, int]:
+    """Parse START:STOP; START may be missing.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    if not re.fullmatch(r"[0-9]*:[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"expected START:STOP, as 0:1000, found {text}")
+    start, _, stop = text.partition(":")
+    return int(start or 0), int(stop)
 
 
 def say(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dspark_cache.cli import SHELLS, main, make_parser
-from dspark_cache.console import positive, positive_number, show_progress
+from dspark_cache.console import integers, positive, positive_number, show_progress, span
 from tests.caches import record_files
 
 if TYPE_CHECKING:
@@ -96,6 +96,20 @@ def test_rates_that_must_be_above_zero(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"expected a number above 0, found {text}$"):
         positive_number(text)
     assert positive_number("0.5") == 0.5
+
+
+@pytest.mark.parametrize("text", ["", "1,", ",1", "1 2", "x", "1:2"])
+def test_integers_with_commas(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"expected integers .* found {text}$"):
+        integers(text)
+    assert integers("-1,9,17") == [-1, 9, 17]
+
+
+@pytest.mark.parametrize("text", ["", ":", "1", "1:", "-1:2", "1:x", "1:2:3"])
+def test_a_span_has_an_end(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"expected START:STOP, as 0:1000, found {text}$"):
+        span(text)
+    assert (span(":5"), span("2:5")) == ((0, 5), (2, 5))
 
 
 # colours
