@@ -39,7 +39,7 @@ from dspark_cache.shards import SHARD_RE, cut_by_bytes, shard_name
 from dspark_cache.strict_json import read_json_object
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dspark_cache.dvc_output import Expected
     from dspark_cache.manifest import PathLike
@@ -290,40 +290,63 @@ class _Version:
     def put(self, names: Sequence[str]) -> None:
         """Link files that are in DVC's cache, fetch the others, each compared unless it was before.
 
+        A damaged object in DVC's cache is replaced by a fetched one; where none can be had it stays as it is, since it
+        may be all that is left.
+
         Raises:
-            CacheNotFoundError: Files are neither here nor in the remote.
-            CacheFormatError: A file has other bytes than recorded. It is removed, so that the next call fetches it.
+            CacheNotFoundError: Files are neither here, or damaged, nor in the remote.
+            CacheFormatError: A file in the remote has other bytes than recorded. What was fetched of it is removed.
         """
         left = [name for name in names if not self._is_checked(self.folder / name, name)]
         there = {name for name in left if self.output.object(name).exists()}
-        sound = there - self._link(sorted(there)).keys()
-        missing = [name for name in left if name not in sound]
+        damaged = self._link(sorted(there))
+        missing = [name for name in left if name not in there or name in damaged]
         if missing:
-            self._fetch(missing)
+            with self._aside(damaged):
+                self._fetch(missing, damaged)
 
     def has(self, name: str) -> bool:
         """Say whether a file need not be fetched, as far as one can tell without reading it."""
         return (self.folder / name).exists() or self.output.object(name).exists()
 
-    def _fetch(self, names: Sequence[str]) -> None:
+    @contextmanager
+    def _aside(self, names: Iterable[str]) -> Iterator[None]:
+        """Move objects out of the way while they are fetched again; those that are not come back."""
+        places = {source: source.with_name(f"{source.name}.damaged") for source in map(self.output.object, names)}
+        for source, aside in places.items():
+            source.rename(aside)
+        try:
+            yield
+        finally:
+            for source, aside in places.items():
+                if source.exists():
+                    aside.unlink()
+                else:
+                    aside.rename(source)
+
+    def _fetch(self, names: Sequence[str], damaged: Mapping[str, str]) -> None:
+        """Fetch files, some of which are here, damaged: name to what is wrong."""
         reasons = self.output.fetch(names)
         missing = [name for name in names if not self.output.object(name).exists()]
         if missing:
             why = f": {reasons[-1]}" if reasons else "; dvc push where it was made"
+            here = [f"{name} {damaged[name]}" for name in missing if name in damaged]
             raise CacheNotFoundError(
                 f"{self.wanted}: {len(missing)} of its files are neither in {self.output.objects} nor could they be "
-                f"fetched, {missing[:_NAMED]}{why}"
+                f"fetched, {missing[:_NAMED]}{why}" + (f"; damaged here: {'; '.join(here[:_NAMED])}" if here else "")
             )
-        damaged = self._link(names)
-        if damaged:
-            faults = [f"{name} {fault}" for name, fault in damaged.items()]
+        fetched = self._link(names)
+        if fetched:
+            for name in fetched:
+                self.output.object(name).unlink(missing_ok=True)  # two names may have one object
+            faults = [f"{name} {fault}" for name, fault in fetched.items()]
             raise CacheFormatError(
                 f"{self.wanted}: the remote has damaged files, which were not kept in {self.output.objects}; mend the "
                 "remote: " + "; ".join(faults[:_NAMED])
             )
 
     def _link(self, names: Sequence[str]) -> dict[str, str]:
-        """Compare objects with what is recorded of them and link them; remove damaged ones and return their faults."""
+        """Compare objects with what is recorded of them and link them; return the faults of damaged ones."""
         new = [name for name in names if not self._is_checked(self.output.object(name), name)]
         with ThreadPoolExecutor(_HASH_THREADS) as threads:
             faults = dict(zip(new, threads.map(self._fault, new), strict=True))
@@ -332,7 +355,6 @@ class _Version:
             source, link = self.output.object(name), self.folder / name
             if name in damaged:
                 link.unlink(missing_ok=True)
-                source.unlink(missing_ok=True)  # two names may have one object
                 continue
             if name in faults:
                 self._checked.add(self.output.oids[name], self._state(source, name))

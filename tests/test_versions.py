@@ -276,15 +276,28 @@ def test_a_file_that_changed_is_fetched_again(published: Published, store: Path)
     assert {oid(path) for path in folder.iterdir()} == published.names("v1")
 
 
-def test_a_damaged_file_that_cannot_be_fetched_again_does_not_stay(published: Published, store: Path) -> None:
+def test_a_damaged_file_that_cannot_be_fetched_again_is_named_and_left_in_dvc_s_cache(
+    published: Published, store: Path
+) -> None:
+    """It may be all that is left of it; no reader gets it."""
     folder = fetch_cache(published.url, "v1")
     damage_in_place(folder / SHARD)
+    content = (folder / SHARD).read_bytes()
     (folder / WEIGHTS).unlink()
-    object_path(published.remote, oid(published.version("v1") / SHARD)).unlink()
-    with pytest.raises(CacheNotFoundError, match=rf"could they be fetched, \['{SHARD}'\]"):
-        open_cache(published.url, "v1")
-    assert not (folder / SHARD).exists()
-    assert stored(store) == published.names("v1") - published.names("v1", SHARD)
+    name = oid(published.version("v1") / SHARD)
+    remote = object_path(published.remote, name)
+    remote.rename(remote.with_suffix(".kept"))
+    for _ in range(2):
+        with pytest.raises(
+            CacheNotFoundError, match=rf"could they be fetched, \['{SHARD}'\].*; damaged here: {SHARD} has sha256 "
+        ):
+            open_cache(published.url, "v1")
+        assert not (folder / SHARD).exists()
+        assert object_path(store, name).read_bytes() == content
+        assert stored(store) == published.names("v1")
+    remote.with_suffix(".kept").rename(remote)
+    ensure_same(open_cache(published.url, "v1"), published.version("v1"))
+    assert stored(store) == published.names("v1")
 
 
 def damage_in_place(path: Path) -> None:
