@@ -13,7 +13,7 @@ from dspark_cache.files import file_digest
 from dspark_cache.manifest import dspark_fields, is_ragged, read_manifest, require_fields
 from dspark_cache.pins import Pin, folder_digest
 from dspark_cache.provenance import FileRecord, Provenance, read_provenance
-from dspark_cache.ragged import RaggedShape, RaggedShard, samples_name
+from dspark_cache.ragged import RaggedShape, RaggedShard, shard_files
 from dspark_cache.reader import ensure_sample_fits, sample_specs
 from dspark_cache.schema import (
     EMBED_KEY,
@@ -81,9 +81,9 @@ class CacheFolder:
         self.shard_samples = _shard_samples(self.manifest)
         self.starts = [0, *accumulate(self.shard_samples)]
 
-    def names_of(self, shard: int) -> list[str]:
+    def names_of(self, shard: int) -> tuple[str, ...]:
         """Return the names of the files of a shard."""
-        return [shard_name(shard), samples_name(shard)] if is_ragged(self.manifest) else [shard_name(shard)]
+        return shard_files(shard, ragged=is_ragged(self.manifest))
 
     @property
     def names(self) -> set[str]:

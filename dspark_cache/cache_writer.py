@@ -24,7 +24,7 @@ from dspark_cache.files import dump_json, ensure_free_disk, keeps_holes, link_fi
 from dspark_cache.fp8 import dequantise, quantise
 from dspark_cache.manifest import version_of, write_manifest
 from dspark_cache.provenance import FileRecord, Provenance
-from dspark_cache.ragged import feature_specs, samples_name, samples_specs
+from dspark_cache.ragged import feature_specs, samples_specs, shard_files
 from dspark_cache.reader import sample_specs
 from dspark_cache.schema import (
     FP8,
@@ -35,6 +35,7 @@ from dspark_cache.schema import (
     MANIFEST_NAME,
     SAMPLE_OFFSETS,
     SCALES_OF,
+    STATES_PREFIX,
     TARGET_WEIGHTS_NAME,
 )
 from dspark_cache.shard_file import ShardWriter, file_bytes
@@ -239,12 +240,12 @@ class _Writer:
 
     def names(self, number: int) -> tuple[str, ...]:
         """Return the names of the files of a shard."""
-        return (shard_name(number),) if self._padded else (shard_name(number), samples_name(number))
+        return shard_files(number, ragged=not self._padded)
 
     def write(self, name: str, samples: Sequence[int]) -> FileRecord:
         """Write one file of a shard."""
         path, counts = self._folder / name, {}
-        is_states = name.startswith("shard-")
+        is_states = name.startswith(STATES_PREFIX)
         if is_states:
             counts = self._counts(samples)
             if shared := self._link(path, samples):

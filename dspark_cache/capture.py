@@ -21,7 +21,7 @@ from dspark_cache.files import ensure_free_disk, put_file
 from dspark_cache.forward import Capturer, States
 from dspark_cache.memory import empty
 from dspark_cache.ragged import feature_specs
-from dspark_cache.schema import HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
+from dspark_cache.schema import GIB, HIDDEN, LAST_HIDDEN, SAMPLE_OFFSETS
 from dspark_cache.shard_file import ShardWriter, file_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-GIB = 1 << 30
 
 
 @dataclass(slots=True)

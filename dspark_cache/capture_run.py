@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.blocks import WEIGHTS_NAME, Block, BlockStore, Slice, distinct_environments, scratch_folders
-from dspark_cache.capture import GIB, Wanted, holding, plan_due
+from dspark_cache.capture import Wanted, holding, plan_due
 from dspark_cache.capture_rank import Work, compute_work, kept_weights
 from dspark_cache.errors import CaptureError, SettingsError
 from dspark_cache.forward import ensure_gpus
@@ -24,7 +24,7 @@ from dspark_cache.inputs import ensure_pinned
 from dspark_cache.launch import die_with_parent, launch_ranks, read_orders
 from dspark_cache.ledger import Ledger
 from dspark_cache.ranks import Peers, Rank, ending_together, find_rank
-from dspark_cache.schema import AUTO, STAGE_VERSIONS
+from dspark_cache.schema import AUTO, GIB, STAGE_VERSIONS
 from dspark_cache.sharding import ensure_shardable
 from dspark_cache.stage import LEDGER_PATH
 from dspark_cache.strict_json import is_int

@@ -15,13 +15,13 @@ from dspark_cache.errors import DsparkCacheError, SettingsError
 from dspark_cache.estimate import cache_bytes, samples_of_tokens, scratch_bytes, target_shape
 from dspark_cache.files import lock_host, nearest_existing
 from dspark_cache.ledger import read_ledger
+from dspark_cache.schema import GIB
 from dspark_cache.stage import CACHE_PATH, LEDGER_PATH, TOKENS_PATH, StageContext, writer_locks
 from dspark_cache.tokens import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-GIB = 1 << 30
 GOOD_LINKS = ("hardlink", "symlink")
 """Link types with which the disk holds an output once; the first entry of `cache.type` decides."""
 

@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, SettingsError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
-
-    Expected = Mapping[str, Any] | str | os.PathLike[str]
 
 _COMMIT_RE = re.compile(r"[0-9a-f]{40}")
 _MD5_RE = re.compile(r"[0-9a-f]{32}")
@@ -33,14 +30,12 @@ def is_url(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A path of a repository at a revision, and what is wanted of the cache there."""
+class Address:
+    """A path of a repository at a revision."""
 
     url: str
     rev: str | None
     path: str
-    expect: Expected | None
-    shards: range | None
 
     def __str__(self) -> str:
         """Name it in messages."""
@@ -88,14 +83,14 @@ class DvcOutput:
         objects: Folder of the objects.
     """
 
-    def __init__(self, wanted: Wanted, info: Mapping[str, Any], *, is_fixed: bool) -> None:
+    def __init__(self, address: Address, info: Mapping[str, Any], *, is_fixed: bool) -> None:
         """Take what DVC's file system says of a path.
 
         Raises:
             CacheFormatError: It is no folder that DVC holds as an output.
         """
-        self._wanted = wanted
-        self._entry = _entry(wanted, info)
+        self._address = address
+        self._entry = _entry(address, info)
         self._index = info["repo"].index.data["repo"]
         self._odb = self._index.storage_map.get_cache_odb(self._entry)
         self.key = self._entry.hash_info.value.removesuffix(".dir")
@@ -127,14 +122,14 @@ class DvcOutput:
                 items = [("/".join(key[depth:]), entry) for key, entry in self._index.iteritems(self._entry.key)]
         except (DataIndexDirError, DvcException, FileNotFoundError) as error:
             raise CacheNotFoundError(
-                f"{self._wanted}: dvc cannot read the list of its files, {self._entry.hash_info.value}, here or from "
+                f"{self._address}: dvc cannot read the list of its files, {self._entry.hash_info.value}, here or from "
                 f"the remote: {_why(error)}; dvc push where it was made"
             ) from error
         oids = {name: entry.hash_info.value for name, entry in items if name and entry.hash_info}
         found = _md5([{"md5": oids[name], "relpath": name} for name in sorted(oids)])
         if found != self.key or not all(map(_MD5_RE.fullmatch, oids.values())):
             raise CacheFormatError(
-                f"{self._wanted}: the list of its files has md5 {found}, the repository says {self.key}: mend the "
+                f"{self._address}: the list of its files has md5 {found}, the repository says {self.key}: mend the "
                 "remote"
             )
         return oids
@@ -150,7 +145,7 @@ class DvcOutput:
                 return
             self._opened.callback(files.close)
             info = files.info(remote.path)
-            self._entry, self._index = _entry(self._wanted, info), info["repo"].index.data["repo"]
+            self._entry, self._index = _entry(self._address, info), info["repo"].index.data["repo"]
 
     def close(self) -> None:
         """Close what was opened to read lists of files."""
@@ -182,18 +177,18 @@ class DvcOutput:
 
 
 @contextmanager
-def open_output(wanted: Wanted, store_root: Path) -> Iterator[DvcOutput]:
+def open_output(address: Address, store_root: Path) -> Iterator[DvcOutput]:
     """Open a repository at a revision and find the output in it. Errors: `_find`."""
     with naming_dvc():
         from dvc.fs import DVCFileSystem
     with _temporary_clones():
         config = {"cache": {"dir": str(store_root)}}
-        files = DVCFileSystem(repo=wanted.url, rev=wanted.rev, subrepos=True, config=config)
-        with closing(files), closing(_find(wanted, files)) as output:
+        files = DVCFileSystem(repo=address.url, rev=address.rev, subrepos=True, config=config)
+        with closing(files), closing(_find(address, files)) as output:
             yield output
 
 
-def _find(wanted: Wanted, files: Any) -> DvcOutput:
+def _find(address: Address, files: Any) -> DvcOutput:
     """Find an output in the files of a repository.
 
     Raises:
@@ -205,15 +200,15 @@ def _find(wanted: Wanted, files: Any) -> DvcOutput:
     from dvc.scm import RevError
 
     try:
-        info = files.info(wanted.path)
-        is_fixed = wanted.rev is not None and wanted.is_remote and _is_fixed(wanted.rev, files.repo)
-        return DvcOutput(wanted, info, is_fixed=is_fixed)
+        info = files.info(address.path)
+        is_fixed = address.rev is not None and address.is_remote and _is_fixed(address.rev, files.repo)
+        return DvcOutput(address, info, is_fixed=is_fixed)
     except FileNotFoundError as error:
-        raise CacheNotFoundError(f"{wanted}: there is no such path, in git or as an output of DVC") from error
+        raise CacheNotFoundError(f"{address}: there is no such path, in git or as an output of DVC") from error
     except RevError as error:
-        raise SettingsError(f"{wanted}: {error}: expected a tag, a branch or a commit") from error
+        raise SettingsError(f"{address}: {error}: expected a tag, a branch or a commit") from error
     except DvcException as error:
-        raise CacheNotFoundError(f"{wanted} cannot be opened: {_why(error)}") from error
+        raise CacheNotFoundError(f"{address} cannot be opened: {_why(error)}") from error
 
 
 def _md5(listing: list[dict[str, str]]) -> str:
@@ -221,11 +216,11 @@ def _md5(listing: list[dict[str, str]]) -> str:
     return hashlib.md5(json.dumps(listing, sort_keys=True).encode(), usedforsecurity=False).hexdigest()
 
 
-def _entry(wanted: Wanted, info: Mapping[str, Any]) -> Any:
+def _entry(address: Address, info: Mapping[str, Any]) -> Any:
     entry = info.get("dvc_info", {}).get("entry")
     key = entry.hash_info.value if entry and entry.hash_info else ""
     if not _MD5_RE.fullmatch(key.removesuffix(".dir")) or not key.endswith(".dir"):
-        raise CacheFormatError(f"{wanted}: expected a folder that is an output of DVC, found another file or folder")
+        raise CacheFormatError(f"{address}: expected a folder that is an output of DVC, found another file or folder")
     return entry
 
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_cache.cache_plan import cut_shards, shard_bytes
-from dspark_cache.capture import GIB
 from dspark_cache.dtypes import DTYPE_MAP, READ_DTYPES, STORED_DTYPES, TensorSpec
 from dspark_cache.errors import CacheNotFoundError, InputError
 from dspark_cache.files import nearest_existing
 from dspark_cache.progress import ShowProgress, silent
 from dspark_cache.ragged import StatesForm, feature_specs
-from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY
+from dspark_cache.schema import EMBED_KEY, GIB, LM_HEAD_KEY
 from dspark_cache.shard_file import file_bytes
 from dspark_cache.stage import TOKENS_PATH, StageContext
 from dspark_cache.target import read_model_size, read_target_facts, resolve_layer_ids, target_folder

@@ -104,6 +104,11 @@ def expected_of_params(path: Path) -> dict[str, Any]:
         raise SettingsError(f"expect={str(path)!r} cannot be read: {error}") from error
     if not isinstance(params, dict):
         raise SettingsError(f"{path} must hold sections of params, found {type(params).__name__}")
+    return expected_of_sections(params)
+
+
+def expected_of_sections(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest fields that the explicit (not null) values of the sections of a params.yaml fix."""
     expected = {}
     for field, param in VERBATIM.items():
         section, _, key = param.partition(".")

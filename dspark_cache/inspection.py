@@ -24,6 +24,7 @@ from dspark_cache.provenance import Provenance, read_provenance
 from dspark_cache.reader import CachedDSparkDataset
 from dspark_cache.sample_text import text_spans
 from dspark_cache.schema import (
+    GIB,
     HIDDEN,
     INPUT_IDS,
     LAST_HIDDEN,
@@ -40,7 +41,6 @@ from dspark_cache.target import is_tokenizer_file
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-GIB: Final = 1 << 30
 BLOCK: Final = 512
 """Bytes of a block in `stat`."""
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"

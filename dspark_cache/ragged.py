@@ -44,6 +44,11 @@ _DECODE_BYTES = 1 << 18
 """8-bit numbers decoded at a time: they and what becomes of them stay in a core's cache."""
 
 
+def shard_files(shard_index: int, *, ragged: bool) -> tuple[str, ...]:
+    """Return the names of the files of a shard, that with the states first."""
+    return (shard_name(shard_index), samples_name(shard_index)) if ragged else (shard_name(shard_index),)
+
+
 def samples_name(shard_index: int) -> str:
     """Return the name of the file with ids and masks of a shard."""
     return shard_name(shard_index).replace(STATES_PREFIX, SAMPLES_PREFIX, 1)

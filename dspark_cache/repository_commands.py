@@ -20,11 +20,10 @@ from dspark_cache.console import (
     warn,
 )
 from dspark_cache.errors import LockedError, SettingsError
+from dspark_cache.schema import GIB
 
 if TYPE_CHECKING:
     import argparse
-
-GIB = 1 << 30
 
 
 def add_repository_commands(commands: Any) -> None:

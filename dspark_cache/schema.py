@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 VERSION: Final = "0.1.0"
+GIB: Final = 1 << 30
 
 MANIFEST_NAME: Final = "manifest.json"
 PROVENANCE_NAME: Final = "provenance.json"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dspark_cache.chat_templates import SETTING, chat_template_sha256, resolve_chat_template
 from dspark_cache.errors import DsparkCacheError, SettingsError
-from dspark_cache.identity import VERBATIM, expected_of_params, manifest_differences
+from dspark_cache.identity import VERBATIM, expected_of_sections, manifest_differences
 from dspark_cache.manifest import PathLike, is_ragged
 from dspark_cache.reader import CachedDSparkDataset
 from dspark_cache.schema import FP8, MANIFEST_DEFAULTS
@@ -149,7 +149,7 @@ def check_train_config(
     path = Path(config_path)
     config = _read_config(path)
     found = list(_unservable(cache))
-    found += _Recipe(config, cache).differences(device) if RECIPE in config else _of_params(path, config, cache)
+    found += _Recipe(config, cache).differences(device) if RECIPE in config else _of_params(config, cache)
     if strict:
         found = [replace(item, severity=ERROR) for item in found]
     return sorted(found, key=lambda item: (item.severity != ERROR, item.key, item.problem))
@@ -243,11 +243,11 @@ def _near_misses(section: str, values: Mapping[Any, Any], known: Iterable[str]) 
 # params.yaml
 
 
-def _of_params(path: Path, config: Mapping[str, Any], cache: _Cache) -> Iterator[Difference]:
+def _of_params(config: Mapping[str, Any], cache: _Cache) -> Iterator[Difference]:
     """Yield what `expect=` refuses of a cache for this file, and what it does not see."""
     manifest = cache.manifest
     recorded = {"layout": "padded", **MANIFEST_DEFAULTS, **manifest}
-    for field, value in expected_of_params(path).items():
+    for field, value in expected_of_sections(config).items():
         if manifest_differences(manifest, {field: value}):
             cached = recorded.get(field, NOTHING)
             yield Difference(

@@ -42,7 +42,7 @@ from dspark_cache.supervision import Supervision, supervision_faults
 from dspark_cache.threads import torch_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from dspark_cache.pins import Pin
@@ -345,7 +345,7 @@ class _ShardTask:
         findings = self._read(self.cache.names_of(shard), lambda pin: self._shard_findings(pin, shard, supervision))
         return findings, supervision
 
-    def _read(self, names: list[str], check: Callable[[Pin], Iterable[Finding]]) -> list[Finding]:
+    def _read(self, names: Sequence[str], check: Callable[[Pin], Iterable[Finding]]) -> list[Finding]:
         """Return what a check of values finds; of files that it cannot read, or where there is none, what bytes say."""
         values: list[Finding] = []
         if self.pin:

@@ -14,10 +14,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.dvc_output import DvcOutput, Wanted, is_url, naming_dvc, open_output
+from dspark_cache.dvc_output import Address, DvcOutput, is_url, naming_dvc, open_output
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, DsparkCacheError, LockedError, SettingsError
 from dspark_cache.files import (
     FileLock,
@@ -32,18 +33,19 @@ from dspark_cache.files import (
 from dspark_cache.identity import ensure_expected
 from dspark_cache.manifest import is_ragged, read_manifest
 from dspark_cache.provenance import read_provenance
-from dspark_cache.ragged import samples_name
+from dspark_cache.ragged import shard_files
 from dspark_cache.reader import CachedDSparkDataset, ensure_share, num_shards_of
 from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME, TARGET_WEIGHTS_NAME
-from dspark_cache.shards import SHARD_RE, cut_by_bytes, shard_name
+from dspark_cache.shards import SHARD_RE, cut_by_bytes
 from dspark_cache.strict_json import read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from dspark_cache.dvc_output import Expected
     from dspark_cache.manifest import PathLike
     from dspark_cache.provenance import FileRecord
+
+    Expected = Mapping[str, Any] | str | os.PathLike[str]
 
 
 STORE_VARIABLE = "DSPARK_CACHE_DIR"
@@ -107,7 +109,7 @@ def fetch_cache(
     if not is_url(text) and not folder.is_dir():
         raise CacheNotFoundError(f"no such folder: {text}; expected that of a cache or of a repository, or a URL")
     url = text if is_url(text) else str(folder.resolve())
-    wanted = Wanted(url=url, rev=rev, path=path.strip("/"), expect=expect, shards=shards)
+    wanted = _Wanted(url=url, rev=rev, path=path.strip("/"), expect=expect, shards=shards)
     if is_url(text) or not (folder / MANIFEST_NAME).is_file():
         folder = _fetch(wanted, _Store(_store_root(url, store_dir)))
     elif rev is not None:
@@ -117,6 +119,14 @@ def fetch_cache(
     if expect is not None:
         ensure_expected(read_manifest(folder), expect, cache_dir=wanted.place)
     return folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted(Address):
+    """A cache of a repository, and what the caller asked for of it."""
+
+    expect: Expected | None
+    shards: range | None
 
 
 class _Store:
@@ -131,13 +141,13 @@ class _Store:
         """Return the folder of a version."""
         return self.folder / "versions" / key
 
-    def known(self, wanted: Wanted) -> Path | None:
+    def known(self, wanted: _Wanted) -> Path | None:
         """Return the folder of a version whose revision was looked up before, if all that is wanted is there."""
         key = self._read_revisions().get(wanted.digest)
         folder = self.version(key) if isinstance(key, str) else None
         return folder if folder and _is_whole(folder, wanted.shards) else None
 
-    def remember(self, wanted: Wanted, key: str) -> None:
+    def remember(self, wanted: _Wanted, key: str) -> None:
         """Note which version a revision is."""
         revisions = self._read_revisions()
         if revisions.get(wanted.digest) != key:
@@ -194,7 +204,7 @@ def _dvc_cache(folder: Path) -> Path | None:
         return None
 
 
-def _fetch(wanted: Wanted, store: _Store) -> Path:
+def _fetch(wanted: _Wanted, store: _Store) -> Path:
     """Return the folder of a version, with all that is wanted in it."""
     folder = store.known(wanted)
     if folder is None:
@@ -204,7 +214,7 @@ def _fetch(wanted: Wanted, store: _Store) -> Path:
     return folder
 
 
-def _look_up(wanted: Wanted, store: _Store, checked: FinishedParts) -> Path:
+def _look_up(wanted: _Wanted, store: _Store, checked: FinishedParts) -> Path:
     """Ask the repository for the version, and fill its folder."""
     with open_output(wanted, store.root) as output:
         folder = store.version(output.key)
@@ -232,8 +242,11 @@ def _names(manifest: dict[str, Any], shards: range | None) -> list[str]:
     count = num_shards_of(manifest)
     if shards is not None:
         ensure_share(shards, count)
-    kinds = (shard_name, samples_name) if is_ragged(manifest) else (shard_name,)
-    return [TARGET_WEIGHTS_NAME, *(kind(shard) for shard in shards or range(count) for kind in kinds)]
+    ragged = is_ragged(manifest)
+    return [
+        TARGET_WEIGHTS_NAME,
+        *(name for shard in shards or range(count) for name in shard_files(shard, ragged=ragged)),
+    ]
 
 
 def _fill(version: _Version) -> None:
@@ -280,7 +293,7 @@ class _Version:
         records: What provenance.json records of each file, once that is known.
     """
 
-    def __init__(self, wanted: Wanted, output: DvcOutput, folder: Path, checked: FinishedParts) -> None:
+    def __init__(self, wanted: _Wanted, output: DvcOutput, folder: Path, checked: FinishedParts) -> None:
         self.wanted = wanted
         self.output = output
         self.folder = folder
