@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ from dspark_cache.errors import SettingsError
 from dspark_cache.reader import READ_THREADS, CachedDSparkDataset, CachedTensorDataset
 from dspark_cache.samplers import SHUFFLE_SHARDS, CacheSampler
 from dspark_cache.schema import CACHE_KEYS, INPUT_IDS
-from dspark_cache.slabs import SlabBatch, Slabs
+from dspark_cache.slabs import SlabBatch, Slabs, WorkersDone
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+    from multiprocessing.context import BaseContext
 
     from torch.utils.data import Dataset
 
@@ -125,18 +128,20 @@ class CachedDataLoader(DataLoader["Sample"]):
 
     def _batches(self) -> Iterator[Sample]:
         """Yield batches as torch does; from workers they come on slabs, if the dataset knows those."""
-        slabs = self._new_slabs()
-        if slabs is None:
+        if not self.num_workers:
             yield from super().__iter__()
             return
-        given = self.worker_init_fn, self.collate_fn
-        self.worker_init_fn, self.collate_fn = _UseSlabs(slabs, given[0]), _Packed(given[1], slabs)
+        slabs = self._new_slabs()
+        given = self.worker_init_fn, self.collate_fn, self.multiprocessing_context
         try:
+            self.multiprocessing_context = _without_locks(given[2])
+            if slabs:
+                self.worker_init_fn, self.collate_fn = _UseSlabs(slabs, given[0]), _Packed(given[1], slabs)
             batches = super().__iter__()
         finally:
-            self.worker_init_fn, self.collate_fn = given
+            self.worker_init_fn, self.collate_fn, self.multiprocessing_context = given
         for packed in batches:
-            yield self._pinned(slabs.unpack(packed) if isinstance(packed, SlabBatch) else packed)
+            yield self._pinned(slabs.unpack(packed)) if slabs and isinstance(packed, SlabBatch) else packed
 
     def _new_slabs(self) -> Slabs | None:
         dataset, batch_size, ahead = self.dataset, self.batch_size, self.prefetch_factor
@@ -189,6 +194,13 @@ class CachedDataLoader(DataLoader["Sample"]):
         if not isinstance(self.sampler, CacheSampler):
             raise SettingsError("this order cannot be resumed: build the loader with a seed, or distributed=True")
         return self.sampler
+
+
+def _without_locks(context: BaseContext | None) -> BaseContext:
+    """Return a way of starting workers, None the usual one, with events that no killed worker leaves locked."""
+    found: Any = copy.copy(context or multiprocessing.get_context())
+    found.Event = WorkersDone
+    return cast("BaseContext", found)
 
 
 @dataclass(frozen=True, slots=True)

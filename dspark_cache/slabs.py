@@ -137,6 +137,26 @@ def _num_bytes(place: tuple[int, torch.dtype, tuple[int, ...]]) -> int:
     return torch.Size(place[2]).numel() * place[1].itemsize
 
 
+class WorkersDone:
+    """Tells workers that no more batches are asked for; stands in for the `Event` that torch makes for it.
+
+    An `Event` is read under a lock, and a worker that is killed while it holds the lock leaves it locked: the loader,
+    which sets the event when it ends, would wait for ever instead of naming the killed worker.
+    """
+
+    def __init__(self) -> None:
+        """Make it, not set."""
+        self._flag = _shared(1).fill_(0)
+
+    def set(self) -> None:
+        """Set it."""
+        byte_view(self._flag)[0] = 1
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return bool(byte_view(self._flag)[0])
+
+
 class _Countdown:
     """Calls a function when it was called itself as often as was said."""
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from dspark_cache import CachedDSparkDataset, build_cached_dspark_dataloader, read_manifest, write_manifest
 from dspark_cache.cache_files import CacheFolder
@@ -48,6 +48,9 @@ LAYOUTS = ("padded", "ragged")
 WORKERS_READ_AHEAD = 4
 """Two workers, two batches each."""
 HANG_SECONDS = 120
+
+DIED = r"DataLoader worker \((pid|pid\(s\)) \d+\) (is killed by signal: Killed|exited unexpectedly)"
+"""What torch says of a dead worker: the first if it is told by a signal, the second if it looked itself."""
 
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -403,6 +406,40 @@ def test_a_killed_worker_is_an_error_and_the_next_epoch_is_whole(make_cache: Mak
         assert found == digest(expected[:count])
     assert result["whole"] == digest(expected)
     assert result["left"] == 0
+
+
+def die_while_asking(features: list[Sample]) -> Sample:
+    """Collate; at the sixth sample die as a worker does that is killed while it asks whether to go on."""
+    worker = get_worker_info()
+    if worker and torch.equal(features[0][INPUT_IDS], worker.dataset[5][INPUT_IDS]):
+        frame: Any = sys._getframe()
+        while "done_event" not in frame.f_locals:
+            frame = frame.f_back
+        lock = getattr(frame.f_locals["done_event"], "_cond", None)
+        if lock:
+            lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return collate_dspark(features)
+
+
+def read_until_one_dies(folder: Path) -> dict[str, str]:
+    """Read with workers of each way to start them; return how it ended."""
+    dataset, found = CachedDSparkDataset(folder), {}
+    for way in ("fork", "forkserver"):
+        multiprocessing.set_start_method(way, force=True)
+        try:
+            list(build_cached_dataloader(dataset, 1, False, die_while_asking, num_workers=2))
+        except RuntimeError as error:
+            found[way] = str(error)
+            traceback.clear_frames(error.__traceback__)
+    return found
+
+
+def test_a_worker_killed_while_it_asks_whether_to_go_on_is_an_error(make_cache: MakeCache) -> None:
+    """With the lock of torch's own event in the hands of the dead worker, the end of the loader would never come."""
+    found = run(read_until_one_dies, make(make_cache, "padded", 40, 5))
+    assert list(found) == ["fork", "forkserver"]
+    assert all(re.match(DIED, words) for words in found.values())
 
 
 # --- few open files -----------------------------------------------------------------------------------------------
