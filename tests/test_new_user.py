@@ -114,8 +114,9 @@ def test_a_trainer_s_repository_imports_two_versions(user: Shell, drafts: Path, 
     Repository(drafts).set_params(data={"limit": 20}, target={"layer_ids": [1, 3]})
     user.run("dvc repro --quiet && dvc status -q && dvc push --quiet", drafts)
     user.run("git add --all && git commit --quiet --message fewer && git tag v2", drafts)
-    trainer, train = tmp_path / "trainer", f"python {drafts.parent}/train.py"
-    shutil.copy(ROOT / "examples/train_draft.py", tmp_path / "train.py")
+    trainer, train = tmp_path / "trainer", f"python {tmp_path}/train_draft.py"
+    for name in ("dspark_draft.py", "train_draft.py"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
     user.run("git init --quiet trainer && cd trainer && dvc init --quiet", tmp_path)
     user.run(f"dvc import --quiet {drafts} cache --rev v1", trainer)
     assert user.run(NUMBER_OF_SAMPLES, trainer) == "64\n"

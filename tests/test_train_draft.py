@@ -14,9 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import train_draft
 from dspark_cache import build_cached_dspark_dataloader, read_manifest, write_manifest
 from dspark_cache.errors import CacheFormatError, SettingsError
-from examples import train_draft
+from dspark_draft import BlockLayer, Draft, means
 from tests.caches import change_content
 from tests.repository import ROOT, make_repository
 
@@ -61,7 +62,7 @@ def arguments(cache: Path, *options: object) -> list[str]:
 
 
 def losses(history: list[torch.Tensor]) -> list[float]:
-    return [train_draft.means(sums)["loss"] for sums in history]
+    return [means(sums)["loss"] for sums in history]
 
 
 def command(cache: Path, *options: object, processes: int = 0) -> list[str]:
@@ -76,7 +77,7 @@ def command(cache: Path, *options: object, processes: int = 0) -> list[str]:
 def test_the_loss_falls_and_a_seed_decides_it(cache_of: Callable[[str], Path]) -> None:
     options = ("--lr", 1e-2, "--anchors", 8)
     history = run(cache_of("fp32"), "--steps", 40, *options)
-    first, last = (train_draft.means(torch.stack(part).sum(dim=0)) for part in (history[:10], history[-10:]))
+    first, last = (means(torch.stack(part).sum(dim=0)) for part in (history[:10], history[-10:]))
     assert last["loss"] < 0.9 * first["loss"]
     assert last["ce"] < 0.8 * first["ce"]
     assert last["acceptance"] > 1.2 * first["acceptance"]
@@ -101,7 +102,7 @@ def test_lines_are_means_since_the_last_one(
     history = run(cache_of("fp32"), "--steps", 5, "--every", 3)
     *steps, held_out = capsys.readouterr().out.splitlines()
     for line, part in zip(steps, (history[:3], history[2:]), strict=True):
-        expected = train_draft.means(torch.stack(part).sum(dim=0))
+        expected = means(torch.stack(part).sum(dim=0))
         assert line.partition(": ")[2] == ", ".join(f"{name} {value:.4f}" for name, value in expected.items())
     assert [line.partition(":")[0] for line in (*steps, held_out)] == ["step 3", "step 5", "held out"]
     assert list(expected) == ["loss", "ce", "tv", "confidence", "acceptance"]
@@ -110,7 +111,7 @@ def test_lines_are_means_since_the_last_one(
 def test_samples_that_were_held_out_are_evaluated_alike_each_time(cache_of: Callable[[str], Path]) -> None:
     cache = cache_of("fp32")
     torch.manual_seed(0)
-    draft = train_draft.Draft(cache, 4, 16)
+    draft = Draft(cache, 4, 16)
     held_out = cache.with_name("cache-eval")
     by_three, by_eight = (train_draft.evaluate(draft, held_out, size) for size in (3, 8))
     assert torch.equal(by_three, train_draft.evaluate(draft, held_out, 3))
@@ -130,7 +131,7 @@ def batch_of(cache: Path, size: int = 4, **options: Any) -> dict[str, torch.Tens
 
 def test_a_block_sees_what_lies_before_its_anchor_and_itself(cache_of: Callable[[str], Path]) -> None:
     torch.manual_seed(0)
-    draft = train_draft.Draft(cache_of("fp32"), 3, 2)
+    draft = Draft(cache_of("fp32"), 3, 2)
     batch = batch_of(cache_of("fp32"), 1)
     ids, features = batch["input_ids"], batch["target_hidden_states"]
     places = torch.tensor([[20, 40]])[:, :, None] + torch.arange(3)
@@ -154,7 +155,7 @@ def test_a_block_sees_what_lies_before_its_anchor_and_itself(cache_of: Callable[
 
 
 def test_attention_knows_distances_alone() -> None:
-    layer = train_draft.BlockLayer(128)
+    layer = BlockLayer(128)
     query, key = torch.randn(2, 1, 1, 128)
 
     def score(of_query: int, of_key: int) -> torch.Tensor:
@@ -169,7 +170,7 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
     return 3 * torch.tanh(logits / 3)
 
 
-def slow_sums(draft: train_draft.Draft, batch: dict[str, torch.Tensor], chosen: list[list[int]]) -> torch.Tensor:
+def slow_sums(draft: Draft, batch: dict[str, torch.Tensor], chosen: list[list[int]]) -> torch.Tensor:
     """Add up weights and terms slot by slot, each block alone."""
     sums = torch.zeros(4)
     for row, anchors in enumerate(chosen):
@@ -196,7 +197,7 @@ def slow_sums(draft: train_draft.Draft, batch: dict[str, torch.Tensor], chosen: 
 @pytest.mark.parametrize("num_anchors", [2, 400])
 def test_sums_are_those_of_each_block_alone(cache_of: Callable[[str], Path], num_anchors: int) -> None:
     torch.manual_seed(1)
-    draft = train_draft.Draft(cache_of("fp32"), 5, num_anchors)
+    draft = Draft(cache_of("fp32"), 5, num_anchors)
     draft.logit_rules = {"final_logit_softcapping": 3.0}
     batch = batch_of(cache_of("fp32"), 3)
     batch["loss_mask"][:, ::7] = 0  # answers that end and begin again within a block
@@ -210,7 +211,7 @@ def test_sums_are_those_of_each_block_alone(cache_of: Callable[[str], Path], num
 
 
 def test_a_step_follows_the_gradient_of_the_mean_loss(cache_of: Callable[[str], Path]) -> None:
-    found, expected = (train_draft.Draft(cache_of("fp32"), 4, 4) for _ in range(2))
+    found, expected = (Draft(cache_of("fp32"), 4, 4) for _ in range(2))
     expected.load_state_dict(found.state_dict())
     batch, draws = batch_of(cache_of("fp32")), torch.rand(4, 256)
     optimizer = torch.optim.SGD(found.parameters(), lr=0.1)
@@ -227,7 +228,7 @@ def test_a_step_follows_the_gradient_of_the_mean_loss(cache_of: Callable[[str], 
 
 
 def test_to_foretell_acceptance_changes_no_token(cache_of: Callable[[str], Path]) -> None:
-    draft = train_draft.Draft(cache_of("fp32"), 4, 4)
+    draft = Draft(cache_of("fp32"), 4, 4)
     confidence = draft(batch_of(cache_of("fp32")), torch.rand(4, 256))[3]
     slopes = torch.autograd.grad(confidence, [draft.markov.weight, draft.confidence.weight])
     assert [bool(slope.any()) for slope in slopes] == [False, True]
@@ -236,13 +237,13 @@ def test_to_foretell_acceptance_changes_no_token(cache_of: Callable[[str], Path]
 def test_what_the_target_does_to_logits_comes_from_provenance(cache_of: Callable[[str], Path], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     shutil.copytree(cache_of("fp32"), cache)
-    assert train_draft.Draft(cache, 4, 4).logit_rules == {}
+    assert Draft(cache, 4, 4).logit_rules == {}
     change_content(cache, lambda content: content["capture"]["logits"].update(logit_scale=0.5))
-    assert train_draft.Draft(cache, 4, 4).logit_rules == {"logit_scale": 0.5}
+    assert Draft(cache, 4, 4).logit_rules == {"logit_scale": 0.5}
 
 
 def test_batches_without_anchors_train_nothing(cache_of: Callable[[str], Path]) -> None:
-    draft = train_draft.Draft(cache_of("fp32"), 4, 16)
+    draft = Draft(cache_of("fp32"), 4, 16)
     optimizer = torch.optim.SGD(draft.parameters(), lr=1.0)
     before = [parameter.clone() for parameter in draft.parameters()]
     for positions in (1, 256):
@@ -258,7 +259,7 @@ def test_batches_without_anchors_train_nothing(cache_of: Callable[[str], Path]) 
 def test_padding_changes_nothing(cache_of: Callable[[str], Path]) -> None:
     cache = cache_of("ragged")
     torch.manual_seed(0)
-    draft = train_draft.Draft(cache, 4, 16)
+    draft = Draft(cache, 4, 16)
     padded, longest = batch_of(cache), batch_of(cache, pad_to="longest")
     assert longest["input_ids"].shape[1] < padded["input_ids"].shape[1]
     draws = torch.rand(padded["input_ids"].shape)
@@ -300,7 +301,7 @@ def test_losses_are_those_of_online_capture(
     histories = []
     for is_online in (False, True):
         torch.manual_seed(0)
-        draft = train_draft.Draft(cache, 4, 16)
+        draft = Draft(cache, 4, 16)
         if is_online:
             draft.embed, draft.lm_head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
         optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-3)
