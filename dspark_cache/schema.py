@@ -55,7 +55,7 @@ SAMPLE_OFFSETS: Final = "sample_offsets"
 
 LOGIT_CAPS: Final = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Fields of a configuration by which logits are bounded: cap * tanh(logits / cap)."""
-LOGIT_FACTORS: Final = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+LOGIT_FACTORS: Final = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1, "output_multiplier": 1}
 """Fields by which logits are multiplied before that, to the power with which each counts."""
 
 FP8: Final = "fp8_e4m3"

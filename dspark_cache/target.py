@@ -166,12 +166,17 @@ def read_target_facts(folder: Path, *, trust_remote_code: bool) -> TargetFacts:
         num_hidden_layers=text.num_hidden_layers,
         dtype=_checkpoint_dtype(folder, getattr(text, "dtype", None) or getattr(config, "dtype", None)),
         remote_code=trust_remote_code and bool(getattr(config, "auto_map", None)),
-        logits={
-            name: float(value)
-            for name in (*LOGIT_CAPS, *LOGIT_FACTORS)
-            if isinstance(value := getattr(text, name, None), int | float) and value
-        },
+        logits=_logit_rules(text),
     )
+
+
+def _logit_rules(text: Any) -> dict[str, float]:
+    """Return what a text configuration has between lm_head and logits, as `target_logits` takes it."""
+    values = {name: getattr(text, name, None) for name in (*LOGIT_CAPS, *LOGIT_FACTORS)}
+    rules = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and value}
+    if text.model_type == "hyperclovax" and "logits_scaling" in rules:
+        rules["logit_scale"] = rules.pop("logits_scaling")  # here it multiplies, in the granite families it divides
+    return rules
 
 
 def _checkpoint_dtype(folder: Path, configured: Any) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dspark_cache.dtypes import TensorSpec
-from dspark_cache.errors import CacheFormatError, CacheNotFoundError
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, SettingsError
 from dspark_cache.files import put_file
 from dspark_cache.manifest import is_ragged, read_manifest
 from dspark_cache.schema import EMBED_KEY, LM_HEAD_KEY, LOGIT_CAPS, LOGIT_FACTORS, TARGET_WEIGHTS_NAME
@@ -146,8 +146,16 @@ def target_logits(
         last_hidden: States after the final norm [..., H], as `target_last_hidden_states` has them.
         lm_head: Weight of lm_head [V, H], in the dtype of the states.
         rules: What else the target does to them: `capture["logits"]` of the cache's provenance; None: nothing.
+
+    Raises:
+        SettingsError: A rule that is not known here.
     """
     rules = rules or {}
+    known = (*LOGIT_FACTORS, *LOGIT_CAPS)
+    if unknown := sorted(rules.keys() - known):
+        raise SettingsError(
+            f"rules: expected some of {', '.join(known)}, found {', '.join(unknown)}: install the release that wrote it"
+        )
     logits = torch.nn.functional.linear(last_hidden, lm_head)
     for name, power in LOGIT_FACTORS.items():
         logits = logits * rules[name] ** power if name in rules else logits

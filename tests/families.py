@@ -17,6 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from dspark_cache import target_logits
 from dspark_cache.forward import Capturer, check_state
 from dspark_cache.recompute import recompute_sample, relative_l2
 from dspark_cache.settings import TargetSettings
@@ -68,6 +69,9 @@ NOT_BUILT = {
 NO_FINAL_NORM = ("gemma3n_text",)
 """Families whose last hidden_states entry is not what goes into lm_head."""
 
+LEFT_OUT = ("aya_vision", "cohere2_vision", "gemma3", "mpt")
+"""Families of which transformers leaves out a scale or cap that the configuration of their text decoder has."""
+
 NUM_LAYERS = 4
 VOCAB_SIZE = 128
 NUM_TEXT_IDS = 112
@@ -84,6 +88,14 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 96,
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
+    # between lm_head and logits
+    "final_logit_softcapping": 1.0,
+    "logits_soft_cap": 1.0,
+    "output_logit_soft_cap": 1.0,
+    "logit_scale": 0.5,
+    "logits_scaling": 8.0,
+    "lm_head_multiplier": 0.5,
+    "output_multiplier": 0.5,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -153,7 +165,7 @@ SMALL: dict[str, Any] = {
 MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 CONVOLVED = ["conv", "full_attention", "conv", "full_attention"]
-GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.5}
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.5}
 PER_LAYER_INPUT = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16}
 
 
@@ -192,7 +204,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     | {"swa_num_key_value_heads": 4},
     "dots3_note_vision_encoder": {"num_hidden_layers": 42},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], **rope_of_axes(3, 3, 2)},
-    "falcon_h1": {"mamba_d_ssm": 128, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5},
+    "falcon_h1": {"mamba_d_ssm": 128, "embedding_multiplier": 2.0},
     "gemma3_text": {"layer_types": WINDOWED},
     "gemma3n_text": {"layer_types": WINDOWED, "num_kv_shared_layers": 1, **PER_LAYER_INPUT},
     "gemma4_text": {"layer_types": WINDOWED, **PER_LAYER_INPUT},
@@ -305,8 +317,8 @@ class Measured:
         prefix: The same between a sample that begins another one and the first tokens of that one.
         apart: Smallest relative L2 of any token between two captured layers: a mistaken layer would show.
         special: What is special, in words.
+        logits: The same between the model's logits and `target_logits` of what goes into lm_head.
         facts: What `read_target_facts` says of it.
-        changes_logits: Whether the model changes what lm_head gives.
         loaded_as: Class of the loaded model.
     """
 
@@ -315,8 +327,8 @@ class Measured:
     prefix: float
     apart: float
     special: list[str]
+    logits: float
     facts: TargetFacts
-    changes_logits: bool
     loaded_as: str
 
 
@@ -384,22 +396,22 @@ def measure(model_type: str, folder: Path) -> Measured:
     captured = capture_states(target, facts, samples, layer_ids)
     pairs = list(zip(samples, captured, strict=True))
     first = list(captured[0].values())[: len(layer_ids)]
-    special, changes_logits = describe(target, facts, samples[0])
+    special, logits = describe(target, facts, samples[0])
     return Measured(
         hooks=max(worst(states, hook_states(target, facts, ids, layer_ids)) for ids, states in pairs),
         whole=max(worst(states, whole_model_states(target, facts, ids, layer_ids)) for ids, states in pairs),
         prefix=worst(captured[2], {name: rows[: len(samples[2])] for name, rows in captured[0].items()}),
         apart=min(float(relative_l2(*two).min()) for two in pairwise(first)),
         special=special,
+        logits=logits,
         facts=facts,
-        changes_logits=changes_logits,
         loaded_as=type(target.model).__name__,
     )
 
 
 @torch.inference_mode()
-def describe(target: Target, facts: TargetFacts, ids: torch.Tensor) -> tuple[list[str], bool]:
-    """Return what is special about a family, and whether it changes what lm_head gives."""
+def describe(target: Target, facts: TargetFacts, ids: torch.Tensor) -> tuple[list[str], float]:
+    """Return what is special about a family, and the distance of `target_logits` from its logits."""
     seen: dict[str, Any] = {}
     modules = {
         "embedding": target.model.get_input_embeddings(),
@@ -407,7 +419,7 @@ def describe(target: Target, facts: TargetFacts, ids: torch.Tensor) -> tuple[lis
         "head": target.model.get_output_embeddings(),
     }
     handles = [
-        module.register_forward_hook(lambda _m, _a, output, name=name: seen.setdefault(name, output))
+        module.register_forward_hook(lambda _m, given, output, name=name: seen.update({name: (output, given)}))
         for name, module in modules.items()
     ]
     arguments = {"input_ids": ids.long()[None], "use_cache": False}
@@ -415,19 +427,21 @@ def describe(target: Target, facts: TargetFacts, ids: torch.Tensor) -> tuple[lis
     for handle in handles:
         handle.remove()
     selected = target.base(**arguments, output_hidden_states=[1], return_dict=True).hidden_states
-    logits, head = output.logits, seen["head"]
-    changes_logits = logits.shape != head.shape or not torch.allclose(logits, head)
+    logits, (head, (last,)) = output.logits, seen["head"]
+    rules = {} if facts.model_type in LEFT_OUT else facts.logits
     embedded = output.hidden_states[0]
-    first = seen["layer"]
+    first = seen["layer"][0]
     special = {
         "4-D residual, streams averaged": embedded.dim() == 4,
-        "layer -1 is not the embedding module's output": not is_close(embedded, seen["embedding"]),
+        "layer -1 is not the embedding module's output": not is_close(embedded, seen["embedding"][0]),
         "a layer returns a tuple": isinstance(first, tuple | list),
         "all hidden states are kept during a forward": sum(state is not None for state in selected) > 1,
         "the last entry of hidden_states is not what goes into lm_head": facts.model_type in NO_FINAL_NORM,
-        f"logits capped, scaled or cut ({', '.join(facts.logits) or 'by nothing known'})": changes_logits,
+        f"logits capped or scaled ({', '.join(facts.logits)})": not is_close(logits, head),
+        f"transformers leaves out {', '.join(facts.logits)}": facts.model_type in LEFT_OUT,
     }
-    return [words for words, holds in special.items() if holds], changes_logits
+    expected = target_logits(last, target.head_weight, rules)
+    return [words for words, holds in special.items() if holds], float(relative_l2(logits, expected).max())
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from dspark_cache import (
     CacheFormatError,
     CacheNotFoundError,
+    SettingsError,
     _target_weights_path,
     read_target_weight_modules,
     target_logits,
@@ -167,7 +168,15 @@ def test_weights_that_are_missing_or_do_not_fit_are_refused(
         read_target_weight_modules(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "recurrent_gemma", "xlstm", "cohere", "granite", "falcon_h1"])
+def test_logits_by_an_unknown_rule_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"^rules: expected some of logit_scale, .*, found bend, fold: install"):
+        target_logits(torch.ones(1, 2), torch.ones(3, 2), {"logit_scale": 2.0, "fold": 1.0, "bend": 1.0})
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma2", "recurrent_gemma", "xlstm", "cohere", "granite", "falcon_h1", "hyperclovax", "muse_spark"],
+)
 @torch.no_grad()
 def test_logits_are_the_target_s(tmp_path: Path, model_type: str) -> None:
     build_tiny(model_type, tmp_path)
