@@ -240,6 +240,8 @@ def build_cached_dataloader(
     shuffle_shards: int = SHUFFLE_SHARDS,
     read_ahead: int = 0,
     pin_memory: bool | None = None,
+    num_replicas: int | None = None,
+    rank: int | None = None,
 ) -> CachedDataLoader:
     """Build a dataloader over a cache; the last, short batch is kept.
 
@@ -254,20 +256,22 @@ def build_cached_dataloader(
         shuffle: Whether the order is random; "shard" mixes the samples of a few shards at a time (see `shard_order`).
         collate_fn: Samples to batch.
         num_workers: Worker processes; 0 reads in this one.
-        distributed: Whether torch.distributed is initialised and each rank reads its share.
+        distributed: Whether each rank reads its share.
         seed: Of the order, together with the epoch; None: 0, or without `distributed` torch's global generator.
         shuffle_shards: How many shards are mixed at a time.
         read_ahead: Batches that threads of this process read ahead; 0 with worker processes.
         pin_memory: Whether batches are page-locked; None: where CUDA is available.
+        num_replicas: With `distributed`, the ranks among which the dataset is divided; None: all of torch.distributed.
+        rank: Which of them this one is. Both must be said of a dataset that is a part of a cache's shards.
 
     Raises:
-        SettingsError: Another `shuffle`, or numbers out of range.
+        SettingsError: Another `shuffle`, numbers out of range, or a part of the shards without `num_replicas`.
     """
     sampler = None
+    division = _division(dataset, distributed, num_replicas, rank)
     if distributed or seed is not None or isinstance(shuffle, str):
-        world = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if distributed else (1, 0)
         options: dict[str, Any] = {"shuffle": shuffle, "seed": seed or 0, "shuffle_shards": shuffle_shards}
-        sampler = CacheSampler(cast("Sized", dataset), num_replicas=world[0], rank=world[1], **options)
+        sampler = CacheSampler(cast("Sized", dataset), num_replicas=division[0], rank=division[1], **options)
     cuda_is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return CachedDataLoader(
         dataset,
@@ -281,6 +285,27 @@ def build_cached_dataloader(
         multiprocessing_context="forkserver" if num_workers and cuda_is_up else None,
         read_ahead=read_ahead,
     )
+
+
+def _division(dataset: object, distributed: bool, num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return among how many ranks a dataset is divided, and which of them this one is."""
+    if num_replicas is not None or rank is not None:
+        if not distributed or num_replicas is None or rank is None or not 0 <= rank < num_replicas:
+            raise SettingsError(
+                "num_replicas, rank: expected both, rank below num_replicas, and distributed=True; found "
+                f"{num_replicas}, {rank} and distributed={distributed}"
+            )
+        return num_replicas, rank
+    if not distributed:
+        return 1, 0
+    world = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    shards = getattr(dataset, "share", None)
+    if shards and world[0] > 1:
+        raise SettingsError(
+            f"shards: with distributed=True, which of {world[0]} ranks read shards {shards[0]} to {shards[1] - 1} too? "
+            "Say num_replicas, how many do (LOCAL_WORLD_SIZE, if those of a machine do), and rank, this one among them"
+        )
+    return world
 
 
 def build_cached_dspark_dataloader(
@@ -298,6 +323,8 @@ def build_cached_dspark_dataloader(
     read_ahead: int = 0,
     read_threads: int = READ_THREADS,
     pin_memory: bool | None = None,
+    num_replicas: int | None = None,
+    rank: int | None = None,
 ) -> CachedDataLoader:
     """Build a dataloader over a DSpark cache; batches are dicts of `CACHE_KEYS`, each [B, S, ...].
 
@@ -310,13 +337,15 @@ def build_cached_dspark_dataloader(
         num_workers: Worker processes; 0 reads in this one.
         distributed: Whether each rank reads its share.
         expect: See `CachedDSparkDataset`.
-        shards: The shards to read, see there. With `distributed` every rank must open the same ones.
+        shards: The shards to read, see there. With `distributed` say `num_replicas` and `rank` too.
         pad_to: "seq_length" or, of a ragged cache, "longest".
         seed: See `build_cached_dataloader`, as for what follows.
         shuffle_shards: How many shards are mixed at a time.
         read_ahead: Batches that threads of this process read ahead.
         read_threads: Threads of each process that read at a time.
         pin_memory: Whether batches are page-locked; without workers files are read straight into such memory.
+        num_replicas: See `build_cached_dataloader`, as for `rank`.
+        rank: See there.
 
     Raises:
         CacheNotFoundError: No manifest or no such folder.
@@ -348,4 +377,6 @@ def build_cached_dspark_dataloader(
         shuffle_shards=shuffle_shards,
         read_ahead=read_ahead,
         pin_memory=pins,
+        num_replicas=num_replicas,
+        rank=rank,
     )

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,6 +26,13 @@ OUTPUTS = ("tokens", "features.json", "cache", "reports/verify.json", "reports/v
 
 def read_yaml(path: Path) -> Any:
     return YAML(typ="safe", pure=True).load(path)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

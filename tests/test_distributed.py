@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.repository import Repository, kill, make_repository
+from tests.repository import Repository, free_port, kill, make_repository
 from tests.test_crash import NUM_ROWS, PARAMS
 
 if TYPE_CHECKING:
@@ -248,12 +248,6 @@ def test_ctrl_c_under_dvc_stops_all_and_repro_goes_on(undisturbed: Repository, t
 
 
 # Started by others
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(repository: Repository, command: list[str], **environment: str) -> subprocess.Popen[str]:

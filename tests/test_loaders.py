@@ -18,6 +18,7 @@ from dspark_cache import CACHE_KEYS, CachedDSparkDataset, _collate_cached, build
 from dspark_cache.errors import SettingsError
 from dspark_cache.loaders import CachedDataLoader
 from dspark_cache.offline_cache import build_cached_dataloader, collate_cached
+from dspark_cache.schema import INPUT_IDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +108,51 @@ def test_an_empty_cache_cannot_be_shuffled_but_read(make_cache: MakeCache) -> No
     assert list(build_cached_dspark_dataloader(folder, 2, False)) == []
     with pytest.raises(ValueError, match="num_samples=0"):
         build_cached_dspark_dataloader(folder, 2, True)
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "shard"])
+def test_machines_divide_their_shares_among_their_processes(make_cache: MakeCache, shuffle: bool | str) -> None:
+    """Without torch.distributed, which would divide the cache and not the share."""
+    folder = make_cache(15, 2)
+    samples = {tuple(sample[INPUT_IDS].tolist()): index for index, sample in enumerate(CachedDSparkDataset(folder))}
+    assert len(samples) == 15
+    for shards, expected in ((range(5), range(10)), (range(5, 8), range(10, 15))):
+        found = []
+        for rank in range(2):
+            loader = build_cached_dspark_dataloader(
+                folder, 2, shuffle, distributed=True, shards=shards, num_replicas=2, rank=rank
+            )
+            found += [samples[tuple(row.tolist())] for batch in loader for row in batch[INPUT_IDS]]
+        assert set(found) == set(expected)
+        assert len(found) == 2 * math.ceil(len(expected) / 2)
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_replicas": 2}, {"rank": 0}, {"num_replicas": 2, "rank": 2}, {"num_replicas": 2, "rank": -1}]
+)
+def test_a_division_that_is_none_is_refused(make_cache: MakeCache, given: dict[str, int]) -> None:
+    with pytest.raises(SettingsError, match=r"^num_replicas, rank: expected both, .*distributed=True$"):
+        build_cached_dspark_dataloader(make_cache(4, 2), 2, False, distributed=True, **given)
+
+
+def test_a_division_needs_distributed(make_cache: MakeCache) -> None:
+    with pytest.raises(SettingsError, match=r"^num_replicas, rank: .* found 2, 0 and distributed=False$"):
+        build_cached_dspark_dataloader(make_cache(4, 2), 2, False, num_replicas=2, rank=0)
+
+
+def test_ranks_that_may_read_other_shards_are_not_divided_blindly(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A world of one is no question; nor are all shards."""
+    folder = make_cache(4, 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    for world, shards in ((1, range(1)), (3, range(2)), (3, None)):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda world=world: world)
+        loader = build_cached_dspark_dataloader(folder, 2, False, distributed=True, shards=shards)
+        assert loader.sampler.num_replicas == world
+    message = r"^shards: with distributed=True, which of 3 ranks read shards 0 to 0 too\? Say num_replicas, "
+    with pytest.raises(SettingsError, match=message):
+        build_cached_dspark_dataloader(folder, 2, False, distributed=True, shards=range(1))
 
 
 SHARES = """

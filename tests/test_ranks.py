@@ -28,6 +28,7 @@ from dspark_cache.ranks import (
     find_master,
     find_rank,
 )
+from tests.repository import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -332,12 +333,6 @@ class Ended:
     code: int | None
     said: str
     value: Any
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_processes(folder: Path, tasks: list[tuple[Any, ...]]) -> list[Ended]:

@@ -14,10 +14,11 @@ from dvc.schema import COMPILED_MULTI_STAGE_SCHEMA
 
 from dspark_cache import CachedDSparkDataset
 from dspark_cache.cache_files import CacheFolder
+from dspark_cache.schema import INPUT_IDS
 from dspark_cache.verify import verify_cache
 from tests.pages import Page
 from tests.published import stored
-from tests.repository import ROOT, Repository, make_repository, read_yaml
+from tests.repository import ROOT, Repository, free_port, make_repository, read_yaml
 
 pytestmark = pytest.mark.dvc
 
@@ -36,8 +37,11 @@ SECTIONS = {
     "Roll back": "producer",
     "Train in another repository": "trainer",
     "Train without importing: `open_cache`": "anywhere",
+    "Each machine a share": "anywhere",
 }
 """Heading to the folder in which its blocks are run."""
+MACHINES = {"Each machine a share": 2}
+"""Heading to the machines on which its blocks are run at once, as torchrun would with one process each."""
 
 
 @dataclass
@@ -54,14 +58,25 @@ class Reader:
     said: dict[str, list[str]] = field(default_factory=dict)
     samples: dict[str, list[int]] = field(default_factory=dict)
 
-    def run(self, folder: Path, language: str, code: str) -> str:
+    def run(self, folder: Path, language: str, code: str, machines: int = 1) -> str:
         code = code.replace(URL, f"file://{self.base}/origin.git")
         lines = [re.sub(r"\s{2,}#.*", "", line) + " || exit" for line in code.splitlines()]
         command = [sys.executable, "-c", code] if language == "python" else ["bash", "-uc", "\n".join(lines)]
-        environment = Repository(folder).environment(PYTHONPATH=str(ROOT), XDG_CACHE_HOME=str(self.base / "user"))
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, code + done.stdout + done.stderr
-        return done.stdout
+        environment = Repository(folder).environment(PYTHONPATH=str(ROOT))
+        started = [
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**environment, "XDG_CACHE_HOME": str(self.base / f"user-{machine}"), **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for machine, variables in enumerate(rank_variables(machines))
+        ]
+        printed = [process.communicate() for process in started]
+        assert not any(process.returncode for process in started), f"{code}{printed}"
+        return "".join(out for out, _ in printed)
 
     def read(self, heading: str) -> None:
         """Run the blocks below a heading."""
@@ -69,10 +84,20 @@ class Reader:
         folder = self.base / SECTIONS[heading]
         for language, code in PAGE.blocks:
             if f"```{language}\n{code}" in text:
-                self.said.setdefault(heading, []).append(self.run(folder, language, code))
+                said = self.run(folder, language, code, MACHINES.get(heading, 1))
+                self.said.setdefault(heading, []).append(said)
                 there = (folder / "cache/manifest.json").exists()
                 count = len(CachedDSparkDataset(folder / "cache")) if there else 0
                 self.samples.setdefault(heading, []).append(count)
+
+
+def rank_variables(machines: int) -> list[dict[str, str]]:
+    """Return what torchrun tells the one process of each machine; nothing if there is one machine."""
+    if machines == 1:
+        return [{}]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(machines)}
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return [{**common, **local, "RANK": str(machine), "GROUP_RANK": str(machine)} for machine in range(machines)]
 
 
 def begin(folder: Path) -> Repository:
@@ -167,9 +192,21 @@ def test_without_importing_a_share_is_fetched(reader: Reader) -> None:
     (printed,) = reader.said["Train without importing: `open_cache`"]
     folder, *counts = printed.split()
     assert counts == ["2", "2"]
-    store = reader.base / "user/dspark-cache"
+    store = reader.base / "user-0/dspark-cache"
     assert Path(folder).is_relative_to(store / "dspark/versions")
     assert len(stored(store)) == len(os.listdir(folder)) == 4  # noqa: PTH208 - names only
+
+
+def test_each_machine_fetches_and_reads_its_share(reader: Reader) -> None:
+    (printed,) = reader.said["Each machine a share"]
+    expected = [sample[INPUT_IDS].sum().item() for sample in CachedDSparkDataset(reader.base / "prod")]
+    assert len(expected) == 4
+    for epoch in (0, 1):
+        found = re.findall(rf"^{epoch} (\d) (\d+)$", printed, re.MULTILINE)
+        by_machine = [sorted(int(total) for machine, total in found if machine == name) for name in "01"]
+        assert by_machine == [sorted(expected[:2]), sorted(expected[2:])]
+    (folder,) = (reader.base / "user-1/dspark-cache/dspark/versions").iterdir()
+    assert {path.name for path in folder.glob("shard-*")} == {"shard-000001.safetensors"}
 
 
 def test_the_artifact_is_as_dvc_wants_it() -> None:
