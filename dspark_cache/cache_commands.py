@@ -157,9 +157,10 @@ def _add_check(commands: Any) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> None:
+    from dspark_cache.config_differences import ERROR
     from dspark_cache.manifest import read_manifest
     from dspark_cache.serving import serving_lines, serving_of
-    from dspark_cache.train_config import ERROR, check_train_config, describe
+    from dspark_cache.train_config import check_train_config, describe
 
     found = check_train_config(parsed.cache, parsed.train_config, strict=parsed.strict, device=parsed.device)
     serving = serving_of(read_manifest(parsed.cache))

@@ -73,6 +73,8 @@ FLOW = [
     "cached_rows",
     "convert",
     "diff",
+    "config_differences",
+    "nemo_recipe",
     "train_config",
     "inspection",
     "stage",

@@ -15,13 +15,15 @@ from dspark_cache.convert import Conversion, convert_cache
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, SettingsError
 from dspark_cache.manifest import read_manifest
 from dspark_cache.target import build_target_layer_ids
-from dspark_cache.train_config import Difference, check_train_config, describe
+from dspark_cache.train_config import check_train_config, describe
 from tests.caches import make_ragged
 from tests.repository import GOLDEN, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from dspark_cache.config_differences import Difference
 
     MakeCache = Callable[..., Path]
 
