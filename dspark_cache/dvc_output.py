@@ -9,15 +9,15 @@ import hashlib
 import json
 import logging
 import re
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.errors import CacheFormatError, CacheNotFoundError, SettingsError
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, DsparkCacheError, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _COMMIT_RE = re.compile(r"[0-9a-f]{40}")
 _MD5_RE = re.compile(r"[0-9a-f]{32}")
@@ -64,7 +64,7 @@ def _masked(text: str) -> str:
 
 @contextmanager
 def naming_dvc() -> Iterator[None]:
-    """Say what to install where dvc, which a block imports, is not."""
+    """Say what to install where dvc, or what it needs for a remote, cannot be imported."""
     try:
         yield
     except ImportError as error:
@@ -72,6 +72,18 @@ def naming_dvc() -> Iterator[None]:
             "a cache of a repository is fetched by dvc, which cannot be imported: pip install dvc, and dvc-s3 or the "
             f"like for its remote ({error})"
         ) from error
+
+
+@contextmanager
+def naming_faults(name: Callable[[str], DsparkCacheError]) -> Iterator[None]:
+    """Raise what `name` makes of the reason where DVC, git or a remote's file system raises an error of its own."""
+    with naming_dvc():
+        try:
+            yield
+        except (DsparkCacheError, ImportError):
+            raise
+        except Exception as error:  # they have no base in common
+            raise name(_why(error)) from error
 
 
 class DvcOutput:
@@ -112,27 +124,50 @@ class DvcOutput:
         return self._oids
 
     def _read_oids(self) -> dict[str, str]:
-        from dvc.exceptions import DvcException
-        from dvc_data.index import DataIndexDirError
-
-        try:
-            with _listening([]):
-                self._follow_import()
-                depth = len(self._entry.key)
-                items = [("/".join(key[depth:]), entry) for key, entry in self._index.iteritems(self._entry.key)]
-        except (DataIndexDirError, DvcException, FileNotFoundError) as error:
-            raise CacheNotFoundError(
-                f"{self._address}: dvc cannot read the list of its files, {self._entry.hash_info.value}, here or from "
-                f"the remote: {_why(error)}; dvc push where it was made"
-            ) from error
-        oids = {name: entry.hash_info.value for name, entry in items if name and entry.hash_info}
-        found = _md5([{"md5": oids[name], "relpath": name} for name in sorted(oids)])
-        if found != self.key or not all(map(_MD5_RE.fullmatch, oids.values())):
+        with suppress(OSError):  # not here, or damaged: the remote's then
+            content = Path(self._odb.oid_to_path(self._entry.hash_info.value)).read_bytes()
+            if _md5(content) == self.key:
+                return self._parse_list(content)
+        with naming_faults(self._without_list), _listening([]):
+            self._follow_import()
+            content = self._remote_list()
+        if _md5(content) != self.key:
             raise CacheFormatError(
-                f"{self._address}: the list of its files has md5 {found}, the repository says {self.key}: mend the "
-                "remote"
+                f"{self._address}: the list of its files has md5 {_md5(content)}, the repository says {self.key}: mend "
+                "the remote"
             )
+        return self._parse_list(content)
+
+    def _parse_list(self, content: bytes) -> dict[str, str]:
+        try:
+            oids = {str(file["relpath"]): str(file["md5"]) for file in json.loads(content)}
+        except (ValueError, TypeError, KeyError):
+            oids = {"": ""}
+        if not all(map(_MD5_RE.fullmatch, oids.values())):  # which become paths
+            raise CacheFormatError(f"{self._address}: the list of its files is none that dvc writes")
         return oids
+
+    def _without_list(self, why: str) -> CacheNotFoundError:
+        return CacheNotFoundError(
+            f"{self._address}: dvc cannot read the list of its files, {self._entry.hash_info.value}, here or from "
+            f"the remote: {why}; dvc push where it was made"
+        )
+
+    def _remote_list(self) -> bytes:
+        """Return the list of files as the remote has it, or the repository where that names each file.
+
+        DVC itself keeps a list that it has read in an index, also a damaged one.
+        """
+        from dvc_data.index import ObjectStorage
+
+        remote = self._index.storage_map[self._entry.key].remote
+        if isinstance(remote, ObjectStorage):
+            odb = remote.odb
+            return bytes(odb.fs.cat_file(odb.oid_to_path(self._entry.hash_info.value)))
+        depth = len(self._entry.key)
+        files = [("/".join(key[depth:]), entry.hash_info) for key, entry in self._index.iteritems(self._entry.key)]
+        listing = [{"md5": info.value, "relpath": name} for name, info in sorted(files) if name and info]
+        return json.dumps(listing, sort_keys=True).encode()
 
     def _follow_import(self) -> None:
         """Go on in the repository that an import is from: where it was imported nothing is pushed."""
@@ -163,10 +198,11 @@ class DvcOutput:
 
         part: Any = DataIndex()  # type: ignore[no-untyped-call]  # half typed there
         reasons: list[str] = []
-        part.storage_map = self._index.storage_map
-        for name in names:
-            part[(*self._entry.key, name)] = self._index[(*self._entry.key, name)]
-        with _listening(reasons):
+        with naming_faults(self._not_fetched), _listening(reasons):
+            self._follow_import()
+            part.storage_map = self._index.storage_map
+            for name in names:
+                part[(*self._entry.key, name)] = self._file_entry(name)
             parts = collect([part], "remote")
             for remote in parts:
                 odb = getattr(remote.storage_map[()].data, "odb", None)
@@ -175,17 +211,38 @@ class DvcOutput:
             fetch(parts)
         return reasons if parts else ["the repository has no DVC remote"]
 
+    def _file_entry(self, name: str) -> Any:
+        """Return what DVC fetches a file by."""
+        from dvc_data.hashfile.hash_info import HashInfo
+        from dvc_data.hashfile.meta import Meta
+        from dvc_data.index import DataIndexEntry, ObjectStorage
+
+        key = (*self._entry.key, name)
+        if not isinstance(self._index.storage_map[self._entry.key].remote, ObjectStorage):
+            return self._index[key]  # with the version that a bucket gave it
+        info = HashInfo(self._entry.hash_info.name, self.oids[name])
+        return DataIndexEntry(key=key, meta=Meta(), hash_info=info)
+
+    def _not_fetched(self, why: str) -> CacheNotFoundError:
+        return CacheNotFoundError(f"{self._address} cannot be fetched: {why}")
+
 
 @contextmanager
 def open_output(address: Address, store_root: Path) -> Iterator[DvcOutput]:
     """Open a repository at a revision and find the output in it. Errors: `_find`."""
     with naming_dvc():
         from dvc.fs import DVCFileSystem
-    with _temporary_clones():
+
+    def not_opened(why: str) -> CacheNotFoundError:
+        return CacheNotFoundError(f"{address} cannot be opened: {why}")
+
+    with _temporary_clones(), ExitStack() as stack:
         config = {"cache": {"dir": str(store_root)}}
-        files = DVCFileSystem(repo=address.url, rev=address.rev, subrepos=True, config=config)
-        with closing(files), closing(_find(address, files)) as output:
-            yield output
+        with naming_faults(not_opened):
+            files = DVCFileSystem(repo=address.url, rev=address.rev, subrepos=True, config=config)
+            stack.enter_context(closing(files))
+            output = stack.enter_context(closing(_find(address, files)))
+        yield output
 
 
 def _find(address: Address, files: Any) -> DvcOutput:
@@ -193,27 +250,40 @@ def _find(address: Address, files: Any) -> DvcOutput:
 
     Raises:
         CacheNotFoundError: No such repository, or no such path in it.
-        SettingsError: No such revision.
+        SettingsError: No such revision, or the remote needs a package that is not installed.
         CacheFormatError: The path is no folder that DVC holds as an output of its own.
     """
-    from dvc.exceptions import DvcException
     from dvc.scm import RevError
 
     try:
         info = files.info(address.path)
-        is_fixed = address.rev is not None and address.is_remote and _is_fixed(address.rev, files.repo)
-        return DvcOutput(address, info, is_fixed=is_fixed)
     except FileNotFoundError as error:
         raise CacheNotFoundError(f"{address}: there is no such path, in git or as an output of DVC") from error
     except RevError as error:
         raise SettingsError(f"{address}: {error}: expected a tag, a branch or a commit") from error
-    except DvcException as error:
-        raise CacheNotFoundError(f"{address} cannot be opened: {_why(error)}") from error
+    is_fixed = address.rev is not None and address.is_remote and _is_fixed(address.rev, files.repo)
+    return DvcOutput(address, info, is_fixed=is_fixed)
 
 
-def _md5(listing: list[dict[str, str]]) -> str:
-    """Return the md5 of a list of files as DVC writes it."""
-    return hashlib.md5(json.dumps(listing, sort_keys=True).encode(), usedforsecurity=False).hexdigest()
+def path_in_git(folder: Path, path: str) -> str:
+    """Return a path of the local DVC project around a folder as one of its git repository.
+
+    With a revision DVC takes paths from there, without one from the project, which may be a folder in it.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+    from dvc.scm import SCM
+
+    try:
+        project = Path(Repo.find_root(str(folder)))
+        with closing(SCM(str(project))) as git:
+            return (project.relative_to(Path(git.root_dir).resolve()) / path).as_posix()
+    except DvcException:  # found again, and named, when it is opened
+        return path
+
+
+def _md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 def _entry(address: Address, info: Mapping[str, Any]) -> Any:

@@ -290,7 +290,7 @@ class FinishedParts:
     def __init__(self, path: Path, key: str) -> None:
         """Keep the records of an earlier run that had the same `key`, if `path` has any."""
         self._path = path
-        self.records = _read_parts(path, key)
+        self.records = read_parts(path, key)
         lines = [key, *([name, record] for name, record in self.records.items())]
         put_bytes(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
@@ -307,7 +307,7 @@ class FinishedParts:
         self.records.clear()
 
 
-def _read_parts(path: Path, key: str) -> dict[str, Any]:
+def read_parts(path: Path, key: str) -> dict[str, Any]:
     """Return the whole lines of a file of finished parts that begins with `key`; the last line may be torn."""
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

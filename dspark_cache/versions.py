@@ -7,55 +7,49 @@ then opens like any other. Stands after the reader and `progress`; dvc is import
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark_cache.dvc_output import Address, DvcOutput, is_url, naming_dvc, open_output
-from dspark_cache.errors import CacheFormatError, CacheNotFoundError, DsparkCacheError, LockedError, SettingsError
-from dspark_cache.files import (
-    FileLock,
-    FinishedParts,
-    ensure_free_disk,
-    file_digest,
-    link_file,
-    make_folder,
-    put_file,
-    put_json,
-)
+from dspark_cache.dvc_output import Address, DvcOutput, is_url, naming_dvc, open_output, path_in_git
+from dspark_cache.errors import CacheFormatError, CacheNotFoundError, SettingsError
+from dspark_cache.files import ensure_free_disk, link_file, make_folder, put_file
 from dspark_cache.identity import ensure_expected
-from dspark_cache.manifest import is_ragged, read_manifest
+from dspark_cache.manifest import read_manifest
 from dspark_cache.provenance import read_provenance
-from dspark_cache.ragged import shard_files
 from dspark_cache.reader import CachedDSparkDataset, ensure_share, num_shards_of
-from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME, TARGET_WEIGHTS_NAME
+from dspark_cache.schema import MANIFEST_NAME, PROVENANCE_NAME
 from dspark_cache.shards import SHARD_RE, cut_by_bytes
-from dspark_cache.strict_json import read_json_object
+from dspark_cache.version_store import (
+    BATCH_BYTES,
+    GONE,
+    HASH_THREADS,
+    STORE_VARIABLE,
+    VersionStore,
+    bytes_progress,
+    compare_again,
+    fault_of,
+    is_whole,
+    names_of_share,
+    state_of,
+    store_root,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from dspark_cache.files import FinishedParts
     from dspark_cache.manifest import PathLike
     from dspark_cache.provenance import FileRecord
 
     Expected = Mapping[str, Any] | str | os.PathLike[str]
 
 
-STORE_VARIABLE = "DSPARK_CACHE_DIR"
-"""Environment variable that names the DVC cache to fetch into."""
-LINKS_FOLDER = "dspark"
-"""Name of our folder inside a DVC cache, where `dvc gc` does not look."""
-_BATCH_BYTES = 1 << 34
-"""Fetched at a time, then compared while it is still in the page cache."""
-_HASH_THREADS = 4
-_POLL_SECONDS = 0.1
 _NAMED = 10
 
 
@@ -108,16 +102,32 @@ def fetch_cache(
     text, folder = os.fspath(path_or_repo), Path(path_or_repo)
     if not is_url(text) and not folder.is_dir():
         raise CacheNotFoundError(f"no such folder: {text}; expected that of a cache or of a repository, or a URL")
-    url = text if is_url(text) else str(folder.resolve())
-    wanted = _Wanted(url=url, rev=rev, path=path.strip("/"), expect=expect, shards=shards)
-    if is_url(text) or not (folder / MANIFEST_NAME).is_file():
-        folder = _fetch(wanted, _Store(_store_root(url, store_dir)))
-    elif rev is not None:
+    if rev is not None and not rev.strip():
+        raise SettingsError(f"rev: expected a tag, a branch or a commit, or None, found {rev!r}")
+    if not is_url(text) and (folder / MANIFEST_NAME).is_file():
+        return _own_folder(folder, rev, expect, shards)
+    url, path = text if is_url(text) else str(folder.resolve()), path.strip("/")
+    if rev is not None and not is_url(text):
+        with naming_dvc():
+            path = path_in_git(Path(url), path)
+    wanted = _Wanted(url=url, rev=rev, path=path, expect=expect, shards=shards)
+    folder = _fetch(wanted, VersionStore(store_root(url, store_dir)))
+    if expect is not None:
+        ensure_expected(read_manifest(folder), expect, cache_dir=wanted.place)
+    return folder
+
+
+def _own_folder(folder: Path, rev: str | None, expect: Expected | None, shards: range | None) -> Path:
+    """Return the folder of a cache that was given as one, if it can be what was asked for."""
+    if rev is not None:
         raise SettingsError(
             f"rev: {folder} is a cache, which has no revisions, found {rev!r}: give the repository that it is from"
         )
+    manifest = read_manifest(folder)
+    if shards is not None:
+        ensure_share(shards, num_shards_of(manifest))
     if expect is not None:
-        ensure_expected(read_manifest(folder), expect, cache_dir=wanted.place)
+        ensure_expected(manifest, expect, cache_dir=str(folder))
     return folder
 
 
@@ -129,124 +139,26 @@ class _Wanted(Address):
     shards: range | None
 
 
-class _Store:
-    """A DVC cache, and what we keep in it: versions as folders of links, which revisions they are, checked objects."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.folder = root / LINKS_FOLDER
-        self._revisions = self.folder / "revisions.json"
-
-    def version(self, key: str) -> Path:
-        """Return the folder of a version."""
-        return self.folder / "versions" / key
-
-    def known(self, wanted: _Wanted) -> Path | None:
-        """Return the folder of a version whose revision was looked up before, if all that is wanted is there."""
-        key = self._read_revisions().get(wanted.digest)
-        folder = self.version(key) if isinstance(key, str) else None
-        return folder if folder and _is_whole(folder, wanted.shards) else None
-
-    def remember(self, wanted: _Wanted, key: str) -> None:
-        """Note which version a revision is."""
-        revisions = self._read_revisions()
-        if revisions.get(wanted.digest) != key:
-            put_json(self._revisions, {**revisions, wanted.digest: key})
-
-    def _read_revisions(self) -> dict[str, Any]:
-        try:
-            return read_json_object(self._revisions)
-        except (FileNotFoundError, CacheFormatError):
-            return {}
-
-    @contextmanager
-    def turn(self) -> Iterator[FinishedParts]:
-        """Wait until no other process fetches into this store; give the digests of objects that were compared."""
-        with ExitStack() as stack:
-            is_told = False
-            while True:
-                try:
-                    stack.enter_context(FileLock(self.folder / "lock"))
-                    break
-                except LockedError as error:
-                    if not is_told:
-                        named = f" {self.folder}" if str(error).endswith("--break-lock") else ""
-                        sys.stderr.write(f"waiting: {error}{named}\n")
-                        is_told = True
-                    time.sleep(_POLL_SECONDS)
-                except OSError as error:
-                    raise SettingsError(
-                        f"{self.folder} cannot be written to ({error}): name another DVC cache by store_dir= or "
-                        f"{STORE_VARIABLE}"
-                    ) from error
-            yield FinishedParts(self.folder / "checked.jsonl", "1")
-
-
-def _store_root(url: str, store_dir: PathLike | None) -> Path:
-    """Return the folder of the DVC cache to fetch into."""
-    chosen = store_dir or os.environ.get(STORE_VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser().resolve()
-    found = None if is_url(url) else _dvc_cache(Path(url))
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return found or _dvc_cache(Path.cwd()) or Path(caches, "dspark-cache").resolve()
-
-
-def _dvc_cache(folder: Path) -> Path | None:
-    """Return the DVC cache of the repository around a folder, None without a repository."""
-    with naming_dvc():
-        from dvc.exceptions import NotDvcRepoError
-        from dvc.repo import Repo
-    try:
-        with Repo(str(folder)) as repo:
-            return Path(repo.cache.local_cache_dir)
-    except NotDvcRepoError:
-        return None
-
-
-def _fetch(wanted: _Wanted, store: _Store) -> Path:
+def _fetch(wanted: _Wanted, store: VersionStore) -> Path:
     """Return the folder of a version, with all that is wanted in it."""
     folder = store.known(wanted)
-    if folder is None:
+    if folder is None or not is_whole(folder, wanted.shards, store.read_checked()):
         with store.turn() as checked:
-            # Another process may have fetched it meanwhile.
-            folder = store.known(wanted) or _look_up(wanted, store, checked)
+            folder = store.known(wanted)  # another process may have fetched it meanwhile
+            if folder is None or not compare_again(folder, wanted.shards, checked):
+                folder = _look_up(wanted, store, checked)
     return folder
 
 
-def _look_up(wanted: _Wanted, store: _Store, checked: FinishedParts) -> Path:
+def _look_up(wanted: _Wanted, store: VersionStore, checked: FinishedParts) -> Path:
     """Ask the repository for the version, and fill its folder."""
     with open_output(wanted, store.root) as output:
         folder = store.version(output.key)
-        if not _is_whole(folder, wanted.shards):
+        if not is_whole(folder, wanted.shards, checked.records):
             _fill(_Version(wanted, output, folder, checked))
         if output.is_fixed:
             store.remember(wanted, output.key)
     return folder
-
-
-def _is_whole(folder: Path, shards: range | None) -> bool:
-    """Say whether a version's folder has all files of a share, of the recorded sizes."""
-    try:
-        provenance = read_provenance(folder)
-        names = _names(read_manifest(folder), shards)
-        sizes = {name: (folder / name).stat().st_size for name in names}
-    except (DsparkCacheError, OSError):
-        return False
-    files = provenance.files if provenance else {}
-    return all(name not in files or files[name].num_bytes == size for name, size in sizes.items())
-
-
-def _names(manifest: dict[str, Any], shards: range | None) -> list[str]:
-    """Return the files of a share but manifest and provenance."""
-    count = num_shards_of(manifest)
-    if shards is not None:
-        ensure_share(shards, count)
-    ragged = is_ragged(manifest)
-    return [
-        TARGET_WEIGHTS_NAME,
-        *(name for shard in shards or range(count) for name in shard_files(shard, ragged=ragged)),
-    ]
 
 
 def _fill(version: _Version) -> None:
@@ -262,7 +174,7 @@ def _fill(version: _Version) -> None:
     manifest = read_manifest(folder)
     if wanted.expect is not None:
         ensure_expected(manifest, wanted.expect, cache_dir=wanted.place)
-    required, every = _names(manifest, wanted.shards), set(_names(manifest, None))
+    required, every = names_of_share(manifest, wanted.shards), set(names_of_share(manifest, None))
     missing = sorted(every - names)
     surplus = sorted(name for name in names if SHARD_RE.match(name) and name not in every)
     if missing or surplus:
@@ -274,16 +186,14 @@ def _fill(version: _Version) -> None:
 
 def _put_all(version: _Version, names: Sequence[str]) -> None:
     """Put many files in place, as many at a time as a page cache holds, and show how far it is."""
-    with naming_dvc():
-        from dspark_cache.progress import Progress
     sizes = [version.records[name].num_bytes if name in version.records else 0 for name in names]
     missing = sum(size for name, size in zip(names, sizes, strict=True) if not version.has(name))
     remedy = f"or name another DVC cache by store_dir= or {STORE_VARIABLE}"
     ensure_free_disk(version.folder, missing, what=str(version.wanted), remedy=remedy)
-    with Progress(f"fetch {version.wanted.path}", sum(sizes) or None, "B") as progress:
-        for run in cut_by_bytes(sizes, _BATCH_BYTES):
+    with bytes_progress(f"fetch {version.wanted.path}", sum(sizes)) as advance:
+        for run in cut_by_bytes(sizes, BATCH_BYTES):
             version.put([names[index] for index in run])
-            progress.advance(sum(sizes[index] for index in run))
+            advance(sum(sizes[index] for index in run))
 
 
 class _Version:
@@ -325,7 +235,8 @@ class _Version:
     @contextmanager
     def _aside(self, names: Iterable[str]) -> Iterator[None]:
         """Move objects out of the way while they are fetched again; those that are not come back."""
-        places = {source: source.with_name(f"{source.name}.damaged") for source in map(self.output.object, names)}
+        sources = [source for source in map(self.output.object, names) if source.exists()]
+        places = {source: source.with_name(f"{source.name}.damaged") for source in sources}
         for source, aside in places.items():
             source.rename(aside)
         try:
@@ -349,6 +260,12 @@ class _Version:
                 f"fetched, {missing[:_NAMED]}{why}" + (f"; damaged here: {'; '.join(here[:_NAMED])}" if here else "")
             )
         fetched = self._link(names)
+        gone = [name for name, fault in fetched.items() if fault == GONE]
+        if gone:
+            raise CacheNotFoundError(
+                f"{self.wanted}: files were removed from {self.output.objects} while they were fetched, as dvc gc "
+                f"does, {gone[:_NAMED]}: open it again when that has ended"
+            )
         if fetched:
             for name in fetched:
                 self.output.object(name).unlink(missing_ok=True)  # two names may have one object
@@ -361,7 +278,7 @@ class _Version:
     def _link(self, names: Sequence[str]) -> dict[str, str]:
         """Compare objects with what is recorded of them and link them; return the faults of damaged ones."""
         new = [name for name in names if not self._is_checked(self.output.object(name), name)]
-        with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        with ThreadPoolExecutor(HASH_THREADS) as threads:
             faults = dict(zip(new, threads.map(self._fault, new), strict=True))
         damaged = {name: fault for name, fault in faults.items() if fault}
         for name in names:
@@ -369,54 +286,52 @@ class _Version:
             if name in damaged:
                 link.unlink(missing_ok=True)
                 continue
-            if name in faults:
-                self._checked.add(self.output.oids[name], self._state(source, name))
-            _put_link(source, link)
+            try:
+                if name in faults:
+                    self._checked.add(self.output.oids[name], self._state(source, name))
+                if not _put_link(source, link):
+                    self._checked.add(self._own_name(name), self._state(link, name))
+            except FileNotFoundError:
+                damaged[name] = GONE
         return damaged
 
     def _is_checked(self, path: Path, name: str) -> bool:
         """Say whether a file is the very one that was compared before."""
         with suppress(FileNotFoundError):
-            return bool(self._checked.records.get(self.output.oids[name]) == self._state(path, name))
+            checked, state = self._checked.records, self._state(path, name)
+            return state in (checked.get(self.output.oids[name]), checked.get(self._own_name(name)))
         return False
 
+    def _own_name(self, name: str) -> str:
+        return f"{self.folder.name}/{name}"
+
     def _state(self, path: Path, name: str) -> dict[str, Any]:
-        status, record = path.stat(), self.records.get(name)
-        place = {"inode": status.st_ino, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-        return {**place, "sha256": record.sha256 if record else None}
+        return state_of(path, self.records.get(name))
 
     def _fault(self, name: str) -> str:
         """Return what is wrong with an object; DVC does not flush what it fetches to the disk, so that is done here."""
         source = self.output.object(name)
-        with source.open("rb") as stream:
+        with suppress(FileNotFoundError), source.open("rb") as stream:
             os.fsync(stream.fileno())
-        return _fault(source, self.records.get(name), self.output.oids[name])
+        return fault_of(source, self.records.get(name), self.output.oids[name])
 
 
-def _fault(path: Path, record: FileRecord | None, oid: str) -> str:
-    """Compare a file with its record, without one with the md5 by which DVC names it; return what is wrong."""
-    if record is None:
-        with path.open("rb") as stream:
-            found, expected = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest(), oid
-        return "" if found == expected else f"has md5 {found}, dvc says {expected}"
-    size = path.stat().st_size
-    if size != record.num_bytes:
-        return f"has {size} bytes, {PROVENANCE_NAME} says {record.num_bytes}"
-    found = file_digest(path)
-    return "" if found == record.sha256 else f"has sha256 {found}, {PROVENANCE_NAME} says {record.sha256}"
-
-
-def _put_link(source: Path, link: Path) -> None:
+def _put_link(source: Path, link: Path) -> bool:
     """Give an object a name in a version's folder: a hard link, else a symbolic one, and a copy only where neither is.
 
     A hard link keeps the file when DVC's cache is cleaned.
+
+    Returns:
+        Whether it is a link.
     """
     link.unlink(missing_ok=True)
     if link_file(source, link):
-        return
+        return True
     try:
         link.symlink_to(source)
     except OSError as error:
         sys.stderr.write(f"{link} is copied, since it cannot be a link ({error}): its bytes are on the disk twice\n")
         with put_file(link) as temporary:
             shutil.copyfile(source, temporary)
+        return False
+    return True

@@ -53,6 +53,7 @@ FLOW = [
     "blocks",
     "progress",
     "dvc_output",
+    "version_store",
     "versions",
     "ranks",
     "launch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import hashlib
 import inspect
 import json
 import os
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from dvc.repo import Repo
 
 from dspark_cache import CachedDSparkDataset
 from dspark_cache.cli import main
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError, SettingsError
 from dspark_cache.files import FileLock
-from dspark_cache.versions import LINKS_FOLDER, STORE_VARIABLE, fetch_cache, open_cache
+from dspark_cache.version_store import LINKS_FOLDER, STORE_VARIABLE
+from dspark_cache.versions import fetch_cache, open_cache
 from tests.caches import change_content, equal, record_files
 from tests.published import GOLDEN, Published, make_published, object_path, oid, stored
 
@@ -111,6 +114,15 @@ def test_a_cache_has_no_revisions(shared: Published) -> None:
     message = f"rev: {folder} is a cache, which has no revisions, found 'v1': give the repository that it is from"
     with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
         open_cache(folder, "v1")
+
+
+@pytest.mark.parametrize("rev", ["", " "])
+def test_an_empty_revision_is_no_default_branch(shared: Published, rev: str) -> None:
+    """As that of a variable that is not set."""
+    for source in (shared.url, shared.root, shared.version("v1")):
+        message = f"rev: expected a tag, a branch or a commit, or None, found {rev!r}"
+        with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
+            fetch_cache(source, rev)
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
@@ -205,6 +217,16 @@ def test_a_share_that_is_none_is_refused_before_shards_are_fetched(
     with pytest.raises(SettingsError, match=r"^shards: expected a range of step 1 with at least one of the shards 0"):
         open_cache(shared.url, "v2", shards=shards)
     assert stored(store) == shared.names("v2", *HEAD)
+    with pytest.raises(SettingsError, match=r"^shards: expected a range of step 1 with at least one of the shards 0"):
+        fetch_cache(shared.version("v2"), shards=shards)
+
+
+def test_a_share_that_is_none_is_refused_without_asking_the_repository(published: Published, store: Path) -> None:
+    open_cache(published.url, "v2")
+    published.root.rename(published.root.with_name("away"))
+    with pytest.raises(SettingsError, match=r"^shards: expected a range of step 1 with at least one of the shards 0"):
+        open_cache(published.url, "v2", shards=range(0, 9))
+    assert stored(store) == published.names("v2")
 
 
 def test_a_cache_that_is_not_as_expected_is_refused_before_shards_are_fetched(shared: Published, store: Path) -> None:
@@ -274,6 +296,37 @@ def test_a_file_that_changed_is_fetched_again(published: Published, store: Path)
     ensure_same(open_cache(published.url, "v1"), published.version("v1"))
     assert stored(store) == published.names("v1")
     assert {oid(path) for path in folder.iterdir()} == published.names("v1")
+
+
+def test_a_file_that_changed_in_place_is_found_by_every_version_that_has_it(published: Published, store: Path) -> None:
+    """Files of versions are links to the same object: who writes to one writes to all."""
+    first, second = fetch_cache(published.url, "v1"), fetch_cache(published.url, "v2")
+    name = oid(first / WEIGHTS)
+    damage_in_place(first / WEIGHTS)
+    assert oid(second / WEIGHTS) != name
+    ensure_same(open_cache(published.url, "v2"), published.version("v2"))
+    assert oid(second / WEIGHTS) == name
+    for source, rev in ((published.url, "v1"), (published.root, "v1")):
+        assert oid(fetch_cache(source, rev) / WEIGHTS) == name
+    assert stored(store) == published.names("v1") | published.names("v2")
+
+
+def test_a_copy_of_a_store_is_compared_once_without_the_repository(
+    published: Published, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = fetch_cache(published.url, "v1")
+    other = store.with_name("copy")
+    shutil.copytree(store, other, copy_function=shutil.copy2)
+    shutil.rmtree(published.remote)
+    published.root.rename(published.root.with_name("away"))
+    copied = fetch_cache(published.url, "v1", store_dir=other)
+    assert copied == other / folder.relative_to(store)
+    flip_unseen(copied / SHARD)
+    assert fetch_cache(published.url, "v1", store_dir=other) == copied  # not read again
+    os.utime(copied / SHARD)
+    with pytest.raises(CacheNotFoundError, match=f"^cache of {published.url} at v1 cannot be opened: "):
+        fetch_cache(published.url, "v1", store_dir=other)
+    assert f"{copied / SHARD} has sha256 " in capsys.readouterr().err
 
 
 def test_a_damaged_file_that_cannot_be_fetched_again_is_named_and_left_in_dvc_s_cache(
@@ -478,6 +531,142 @@ def test_a_list_of_files_that_is_another_is_refused(published: Published, store:
     assert stored(store) == set()
 
 
+@pytest.mark.parametrize("content", [None, b"[", b"{}", b"[]"])
+def test_a_damaged_list_of_files_is_fetched_again(published: Published, store: Path, content: bytes | None) -> None:
+    """Both here, in the clone's own DVC cache, and once the remote is mended."""
+    name = published.folder_oid("v2")
+    remote, here = object_path(published.remote, name), object_path(published.root / ".dvc" / "cache", name)
+    sound = remote.read_bytes()
+    damage(here, content)
+    ensure_same(open_cache(published.root, store_dir=published.root / ".dvc" / "cache"), published.version("v2"))
+    damage(remote, content)
+    for rev in (None, "HEAD"):
+        with pytest.raises(CacheFormatError, match=r": the list of its files has md5 \w{32}, .*: mend the remote$"):
+            open_cache(published.root, rev)
+    damage(remote, sound)
+    for rev in (None, "HEAD"):
+        ensure_same(open_cache(published.root, rev), published.version("v2"))
+    assert stored(store) == published.names("v2")
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"nothing", b'[{"relpath": "manifest.json", "md5": "../../../x"}]'])
+def test_a_list_of_files_that_dvc_does_not_write_is_refused(published: Published, store: Path, content: bytes) -> None:
+    """Though it has the digest that the repository names: nothing in it may become a path."""
+    name = hashlib.md5(content, usedforsecurity=False).hexdigest() + ".dir"
+    make(object_path(published.remote, name).parent).joinpath(name[2:]).write_bytes(content)
+    file = published.root / "cache.dvc"
+    file.write_text(file.read_text().replace(published.folder_oid("v2"), name))
+    published.git("commit", "--quiet", "--all", "--message", "list")
+    with pytest.raises(CacheFormatError, match=f"^cache of {published.url}: the list of its files is none that dvc"):
+        open_cache(published.url)
+    assert stored(store) == set()
+
+
+def test_an_import_that_is_here_is_opened_without_the_repository_that_it_is_from(
+    published: Published, tmp_path: Path
+) -> None:
+    trainer = Published(tmp_path / "trainer")
+    trainer.root.mkdir(parents=True)
+    trainer.git("init", "--quiet")
+    with contextlib.chdir(trainer.root), Repo.init() as repo:
+        repo.imp(published.url, "cache", rev="v1", out="x")
+    published.root.rename(published.root.with_name("away"))
+    ensure_same(open_cache(trainer.root, path="x"), published.version("v1"))
+
+
+@pytest.mark.usefixtures("store")
+def test_a_path_is_one_of_the_dvc_project_with_and_without_a_revision(published: Published, tmp_path: Path) -> None:
+    """A project may be a folder of a git repository that has a project of its own."""
+    whole = Published(tmp_path / "whole")
+    shutil.copytree(published.root, whole.root, ignore=shutil.ignore_patterns("tmp", "cache"))
+    project = whole.root / "a b" / "ml"
+    shutil.copytree(whole.root / ".dvc", project / ".dvc")
+    (project / "cache.dvc").write_text(published.git("show", "v1:cache.dvc"))
+    whole.git("add", "--all")
+    whole.git("commit", "--quiet", "--message", "project")
+    for rev in (None, "HEAD"):
+        ensure_same(open_cache(project, rev), published.version("v1"))
+        ensure_same(open_cache(whole.root, rev), published.version("v2"))
+    ensure_same(open_cache(whole.url, path="a b/ml/cache"), published.version("v1"))
+
+
+def break_config(published: Published) -> None:
+    (published.root / ".dvc" / "config").write_text("[core")
+
+
+def name_no_remote(published: Published) -> None:
+    (published.root / ".dvc" / "config").write_text("[core]\n    remote = nowhere\n")
+
+
+def need_a_package(published: Published) -> None:
+    config = published.root / ".dvc" / "config"
+    config.write_text(config.read_text().replace(str(published.remote), "gs://bucket/x"))
+
+
+@pytest.mark.filterwarnings("ignore:.*unclosed [Pp]ack:ResourceWarning")
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        (break_config, CacheNotFoundError, r"^cache of .* cannot be opened: "),
+        (name_no_remote, CacheNotFoundError, r"^cache of .* cannot be opened: .*nowhere"),
+        (need_a_package, SettingsError, r"pip install dvc, and dvc-s3 or the like for its remote \(gs is supported"),
+    ],
+)
+@pytest.mark.usefixtures("store")
+def test_what_a_repository_s_settings_lead_to_is_an_error_of_ours(
+    published: Published, fault: Callable[[Published], None], kind: type[Exception], message: str
+) -> None:
+    fault(published)
+    published.git("commit", "--quiet", "--all", "--message", "settings")
+    for source, rev in ((published.url, None), (published.root, None), (published.root, "HEAD")):
+        with pytest.raises(kind, match=message):
+            open_cache(source, rev)
+
+
+def test_a_repository_without_a_commit_is_an_error_of_ours(store: Path, tmp_path: Path) -> None:
+    empty = Published(tmp_path)
+    empty.root.mkdir()
+    empty.git("init", "--quiet")
+    with contextlib.chdir(empty.root):
+        Repo.init().close()
+    with pytest.raises((CacheNotFoundError, SettingsError), match=f"^cache of {empty.root} at HEAD"):
+        open_cache(empty.root, "HEAD")
+    assert not (store / "files").exists()
+
+
+def test_settings_of_the_repository_around_are_an_error_of_ours(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_config(published)
+    monkeypatch.chdir(published.root)
+    message = rf"^the DVC repository around {published.root} cannot be opened: .*; mend it, or name a DVC cache by "
+    with pytest.raises(SettingsError, match=message):
+        open_cache("file:///nowhere")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_files_that_dvc_gc_takes_away_are_fetched_again_or_said_to_be_gone(
+    published: Published, store: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """After a file was found and before it is read; whoever takes it twice will take it again."""
+    shutil.copytree(published.root / ".dvc" / "cache" / "files", store / "files")
+    path, fsync, left = object_path(store, oid(published.version("v1") / SHARD)), os.fsync, [*range(times)]
+
+    def take_away(descriptor: int) -> None:
+        fsync(descriptor)
+        if left and Path(f"/proc/self/fd/{descriptor}").readlink() == path:
+            left.pop()
+            path.unlink()
+
+    monkeypatch.setattr(os, "fsync", take_away)
+    if times == 2:
+        message = f"were removed from {store}/files/md5 while they were fetched, as dvc gc does, ['{SHARD}']: open it"
+        with pytest.raises(CacheNotFoundError, match=re.escape(message)):
+            open_cache(published.url, "v1")
+    ensure_same(open_cache(published.url, "v1"), published.version("v1"))
+    assert not left
+
+
 @pytest.mark.usefixtures("store")
 def test_a_repository_without_a_remote_says_so(published: Published) -> None:
     (published.root / ".dvc/config").write_text("")
@@ -612,6 +801,9 @@ def test_where_no_links_are_possible_files_are_copied_and_it_is_said(
     message = f"{path} is copied, since it cannot be a link ([Errno 1] links are not for this file system): its bytes"
     assert message in capsys.readouterr().err
     assert not path.samefile(object_path(store, oid(path)))
+    flip_unseen(path)
+    assert fetch_cache(shared.url, "v2", shards=range(0, 1)) == path.parent
+    assert not path.samefile(object_path(store, oid(shared.version("v2") / WEIGHTS)))  # neither read nor copied again
 
 
 # --- several processes -------------------------------------------------------------------------------------------
