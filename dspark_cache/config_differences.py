@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,7 +76,7 @@ class CheckedCache:
 
     def converted(self, options: str) -> str:
         """Return the command that makes another cache of it."""
-        return f"dspark-cache convert {self.folder} DST {options}"
+        return f"dspark-cache convert {shlex.quote(str(self.folder))} DST {options}"
 
 
 def layers_option(layer_ids: Iterable[int]) -> str:

@@ -24,7 +24,19 @@ from dspark_cache.manifest import manifest_path
 from dspark_cache.progress import ShowProgress, silent
 from dspark_cache.provenance import Provenance
 from dspark_cache.ragged import StatesForm
-from dspark_cache.schema import AUTO, EVAL, FP8, SIGNIFICAND_BITS, STAGE_VERSIONS, TRAIN
+from dspark_cache.schema import (
+    AUTO,
+    EVAL,
+    FP8,
+    MANIFEST_NAME,
+    PROVENANCE_NAME,
+    SAMPLES_PREFIX,
+    SIGNIFICAND_BITS,
+    STAGE_VERSIONS,
+    STATES_PREFIX,
+    TARGET_WEIGHTS_NAME,
+    TRAIN,
+)
 from dspark_cache.target_weights import TargetWeightsCopy
 from dspark_cache.tokens import hold_out
 from dspark_cache.verify import verify_cache
@@ -82,7 +94,7 @@ def convert_cache(
 
     Args:
         source: Folder of a cache of either version, of this producer or of NeMo AutoModel.
-        target: Folder of the new cache; an earlier one is replaced.
+        target: Folder of the new cache. An earlier cache there is replaced, anything else is refused.
         conversion: What is to be other.
         check_disk: Refuse to begin where less disk is free than will be written.
         num_threads: Threads that read and convert; later shards verified at a time.
@@ -90,14 +102,14 @@ def convert_cache(
 
     Raises:
         CacheNotFoundError, CacheFormatError: The source is not whole.
-        SettingsError: The conversion cannot be made of this source, or the disk is too full.
+        SettingsError: The conversion cannot be made of this source, `target` may not be replaced, or the disk is too
+            full.
         CaptureError: A state that does not fit into the new dtype.
         VerificationError: The new cache has findings; nothing of it is kept.
         LockedError: Another process is writing the same cache.
     """
     source, target = Path(source), Path(target)
-    if source.resolve() == target.resolve():
-        raise SettingsError(f"{target} is the source itself: write to another folder")
+    _check_target(source, target)
     _check_conversion(CacheFolder(source).manifest, conversion)
     rows = CachedRows(
         source,
@@ -129,6 +141,31 @@ def convert_cache(
                 f"the cache made of {source} had {len(report.findings)} finding(s) and was removed: mend the source or "
                 f"this disk and run again:\n  {listed}"
             )
+
+
+def _check_target(source: Path, target: Path) -> None:
+    """Refuse to replace what is no cache, and a folder in which the source or the caller is.
+
+    Raises:
+        SettingsError: Saying which.
+    """
+    there, here = source.resolve(), target.resolve()
+    if there == here:
+        raise SettingsError(f"{target} is the source itself: write to another folder")
+    if there.is_relative_to(here) or here.is_relative_to(there):
+        raise SettingsError(f"{target} and {source} lie in each other: write to a folder beside the source")
+    if Path.cwd().is_relative_to(here):
+        raise SettingsError(f"{target} holds the working directory, which would be replaced: write to another folder")
+    if target.is_dir() and (left := sorted(entry.name for entry in target.iterdir() if not _is_replaceable(entry))):
+        raise SettingsError(
+            f"{target} holds what is no part of a cache, {left[:5]}, and would be replaced: expected no folder, an "
+            "empty one or a cache; write to another folder"
+        )
+
+
+def _is_replaceable(entry: Path) -> bool:
+    is_shard = entry.name.startswith((STATES_PREFIX, SAMPLES_PREFIX)) and entry.suffix == ".safetensors"
+    return not entry.is_dir() and (is_shard or entry.name in (MANIFEST_NAME, PROVENANCE_NAME, TARGET_WEIGHTS_NAME))
 
 
 def _check_conversion(manifest: dict[str, Any], conversion: Conversion) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dspark_cache.errors import CacheFormatError, SettingsError
 from dspark_cache.manifest import DSPARK_FIELDS, RAGGED_FIELDS
 from dspark_cache.schema import AUTO, IDENTITY_EXEMPT, MANIFEST_DEFAULTS
+from dspark_cache.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,14 +95,9 @@ def expected_of_params(path: Path) -> dict[str, Any]:
         SettingsError: No such file, no YAML mapping, or the package `ruamel.yaml` is not installed.
     """
     try:
-        from ruamel.yaml import YAML
-        from ruamel.yaml.error import YAMLError
-    except ImportError as error:
-        raise SettingsError("expect= with a params.yaml needs the package ruamel.yaml; pass a mapping") from error
-    try:
-        params = YAML(typ="safe", pure=True).load(path)
-    except (OSError, YAMLError) as error:
-        raise SettingsError(f"expect={str(path)!r} cannot be read: {error}") from error
+        params = read_yaml(path)
+    except FileNotFoundError as error:
+        raise SettingsError(f"expect={str(path)!r}: no such file") from error
     if not isinstance(params, dict):
         raise SettingsError(f"{path} must hold sections of params, found {type(params).__name__}")
     return expected_of_sections(params)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import io
-import os
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dspark_cache.doctor import advise_links, open_repo
@@ -86,6 +87,7 @@ _SHOWN_BYTES = 1 << 14
 _TOOLS_HEADING = "# environment and tools"
 """In our .gitignore; but for `_NEEDED_TOOLS` what follows is for developers of the library."""
 _NEEDED_TOOLS = ("/.venv", "__pycache__/")
+_RESOLVED = ("params.yaml", "dvc.yaml")
 _IGNORES_HEADING = "# dspark-cache"
 _WAY_OUT = "or put the pipeline into a folder of its own: dspark-cache init FOLDER"
 
@@ -203,7 +205,7 @@ def plan_init(root: Path, *, sample: bool = True) -> InitPlan:
     Raises:
         SettingsError: Listing everything that is in the way.
     """
-    draft = _Draft(root=Path(os.path.abspath(root)), template=template_folder())  # noqa: PTH100 - links stay
+    draft = _Draft(root=root.resolve(), template=template_folder())
     draft.plan(sample=sample)
     faults = list(dict.fromkeys(draft.faults))
     if faults:
@@ -254,6 +256,8 @@ class _Draft:
                 self._advise_input(part)
         self._plan_ignores()
         self._advise(git, dvc)
+        if not self.faults:
+            self._check_resolves()
 
     def shipped(self, name: str) -> bytes:
         return (self.template / name).read_bytes()
@@ -272,7 +276,7 @@ class _Draft:
         try:
             with open_repo(dvc) as repo:
                 return {Path(out.fs_path): _address(out.stage) for out in repo.index.outs}
-        except DvcException as error:
+        except (DvcException, TypeError) as error:  # TypeError: a param of a kind that it does not know
             self.faults.append(f"DVC cannot read its files in {dvc}: {error}: dvc status shows where")
             return {}
 
@@ -329,6 +333,16 @@ class _Draft:
             elif there != content:
                 self.kept.append(f"dvc.yaml: stages.{stage}")
 
+    def _check_resolves(self) -> None:
+        """Find what DVC refuses of params.yaml and dvc.yaml together, as a name in `vars` that both have then."""
+        changed = {change.name: change for change in self.changes if change.name in _RESOLVED}
+        if not any(change.old is not None for change in changed.values()):
+            return
+        before = {name: change.old for name, change in changed.items()}
+        fault = _unresolved(self.root, {name: change.new for name, change in changed.items()})
+        if fault and not _unresolved(self.root, before):
+            self.faults.append(f"DVC could not read dvc.yaml and params.yaml any more: {fault}: rename yours")
+
     def _plan_versions(self) -> None:
         text = self.shipped("stages/versions.yaml").decode()
         found = self._merge("stages/versions.yaml", text)
@@ -383,7 +397,32 @@ class _Draft:
         hidden = [name for name in TEMPLATE_FILES if name in made or (self.root / name).exists()]
         hidden = _hidden_by_git(git, self.root, hidden)
         if hidden:
-            self.advice.append(f"git add --force {' '.join(hidden)}  # git ignores them: a clone would lack them")
+            self.advice.append(f"git add --force {shlex.join(hidden)}  # git ignores them: a clone would lack them")
+
+
+def _unresolved(root: Path, contents: Mapping[str, bytes | None]) -> str:
+    """Return why DVC cannot resolve the dvc.yaml of a folder in which files had other contents; None: no such file."""
+    from dvc.dvcfile import load_file
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        for entry in root.iterdir() if root.exists() else ():
+            if entry.name not in (".dvc", ".git", *contents):
+                (place / entry.name).symlink_to(entry)
+        for file, content in contents.items():
+            if content is not None:
+                (place / file).write_bytes(content)
+        (place / ".dvc").mkdir()
+        (place / ".dvc" / "config").write_text("[core]\n    no_scm = true\n")
+        try:
+            with Repo(name) as repo:
+                if (place / "dvc.yaml").exists():
+                    list(load_file(repo, str(place / "dvc.yaml")).stages.values())
+        except (DvcException, TypeError) as error:  # TypeError: a param of a kind that it does not know
+            return str(error).replace(f"{name}/", "")
+    return ""
 
 
 def _blocked(root: Path, names: tuple[str, ...]) -> Iterator[str]:

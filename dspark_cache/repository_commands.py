@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,8 @@ def _init(parsed: argparse.Namespace) -> None:
     for line in plan.advice:
         say(f"{paint('advice  ', 'yellow')} {line}")
     if not parsed.dry_run:
-        say("next: dvc repro" if parsed.folder == Path() else f"next: cd {parsed.folder} && dvc repro")
+        move = "" if parsed.folder == Path() else f"cd {shlex.quote(str(parsed.folder))} && "
+        say(f"next: {move}dvc repro")
 
 
 def _add_doctor(commands: Any) -> None:
@@ -196,17 +198,21 @@ def _add_clean(commands: Any) -> None:
     parser.add_argument("--break-lock", action="store_true", help="forget the holder of a lock on a host that is gone")
     parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="with --break-lock: what is locked")
     add_json(parser)
+    parser.set_defaults(refuse=parser.error)
 
 
 def _clean(parsed: argparse.Namespace) -> None:
     if parsed.break_lock:
         _break_locks(parsed)
         return
+    if parsed.folders:
+        parsed.refuse("FOLDER is what --break-lock takes: without it, remove a folder of blocks by hand")
     from dspark_cache.blocks import scratch_folders
 
     scratch = _scratch()
-    kept = None if parsed.all else _current_folder(scratch)
-    folders = [(folder, size) for folder, size in scratch_folders(scratch) if folder != kept]
+    folders = scratch_folders(scratch)
+    kept = _current_folder(scratch) if folders and not parsed.all else None
+    folders = [(folder, size) for folder, size in folders if folder != kept]
     if parsed.json:
         removed = _remove(folders) if parsed.yes else []
         say_json([{"folder": str(folder), "bytes": size, "removed": folder in removed} for folder, size in folders])
@@ -240,12 +246,23 @@ def _scratch() -> Path:
     return scratch_root(Path()) / load_settings(PARAMS_PATH, os.environ).runtime.scratch_dir
 
 
-def _current_folder(scratch: Path) -> Path | None:
+def _current_folder(scratch: Path) -> Path:
+    """Return the folder of the blocks that features.json lists.
+
+    Raises:
+        SettingsError: There is no such file, as DVC removes it before `capture` runs: an interrupted one goes on from
+            blocks that it does not list yet.
+    """
     from dspark_cache.blocks import BlockStore
     from dspark_cache.ledger import read_ledger
     from dspark_cache.stage import LEDGER_PATH
 
-    return BlockStore(scratch, read_ledger(LEDGER_PATH).identity).folder if LEDGER_PATH.exists() else None
+    if not LEDGER_PATH.exists():
+        raise SettingsError(
+            f"there is no {LEDGER_PATH}, so blocks in {scratch} may be those of an interrupted capture, which goes on "
+            "from them: run dvc repro or dvc checkout first, or pass --all to remove every folder"
+        )
+    return BlockStore(scratch, read_ledger(LEDGER_PATH).identity).folder
 
 
 def _remove(folders: list[tuple[Path, int]]) -> list[Path]:

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from dspark_cache.dtypes import DTYPE_MAP, STORED_DTYPES
 from dspark_cache.errors import SettingsError
 from dspark_cache.schema import AUTO, FP8, VERIFY_LEVELS
 from dspark_cache.strict_json import is_int
+from dspark_cache.yaml_file import load_yaml, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,8 +32,6 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT_PREFIX = "DSPARK_"
 _SIMILAR = 0.8
 """From which similarity on, of 1, a name is taken for a mistyped one: `dat` has 0.86, `date` 0.75, `dataset` 0.73."""
-YAML_ERRORS = (YAMLError, ValueError, RecursionError)
-"""What ruamel.yaml raises on bad text; ValueError comes from dates that do not exist and from bad UTF-8."""
 
 
 def is_slice(text: str) -> bool:
@@ -206,11 +203,9 @@ def load_settings(path: Path, environment: Mapping[str, str]) -> Settings:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        params = YAML(typ="safe", pure=True).load(path)
+        params = read_yaml(path)
     except FileNotFoundError as error:
         raise SettingsError(f"no such file: {path}; run from the root of the repository") from error
-    except (OSError, *YAML_ERRORS) as error:
-        raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(params, dict):
         raise SettingsError(f"{path} must hold sections of params, found {type(params).__name__}")
     return params
@@ -232,9 +227,9 @@ def _environment_values(environment: Mapping[str, str], faults: list[str]) -> di
             faults.append(f"{name} in the environment: only runtime keys may be set there, set {section}.{key} instead")
             continue
         try:
-            found[key] = YAML(typ="safe", pure=True).load(environment[name])
-        except YAML_ERRORS:
-            faults.append(f"{name} in the environment is not valid YAML: {environment[name]!r}")
+            found[key] = load_yaml(environment[name], f"{name} in the environment")
+        except SettingsError as error:
+            faults.append(f"{error}, found {environment[name]!r}")
     return {"runtime": found} if found else {}
 
 

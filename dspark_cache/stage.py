@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ruamel.yaml import YAML
-
 from dspark_cache.blocks import lock_files, scratch_folders
 from dspark_cache.errors import DsparkCacheError, SettingsError, Terminated
 from dspark_cache.files import building_lock
 from dspark_cache.inputs import Fingerprints, Input, locate_inputs
 from dspark_cache.publish import eval_folder
 from dspark_cache.schema import STAGE_VERSIONS
-from dspark_cache.settings import YAML_ERRORS, Settings, load_settings
+from dspark_cache.settings import Settings, load_settings
+from dspark_cache.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,9 +96,9 @@ def scratch_root(root: Path) -> Path:
 
 def _check_version(name: str, path: Path) -> None:
     try:
-        versions = YAML(typ="safe", pure=True).load(path)
-    except (OSError, *YAML_ERRORS) as error:
-        raise SettingsError(f"{path} cannot be read: {error}; run from the root of the repository") from error
+        versions = read_yaml(path)
+    except FileNotFoundError as error:
+        raise SettingsError(f"no such file: {path}; run from the root of the repository") from error
     found = versions.get(name) if isinstance(versions, dict) else None
     if found != STAGE_VERSIONS[name]:
         raise SettingsError(

@@ -28,6 +28,7 @@ from dspark_cache.reader import CachedDSparkDataset
 from dspark_cache.schema import MANIFEST_DEFAULTS
 from dspark_cache.serving import serving_findings
 from dspark_cache.strict_json import NOTHING, is_int, shortened
+from dspark_cache.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -67,16 +68,9 @@ def describe(found: Sequence[Difference]) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        from ruamel.yaml import YAML
-        from ruamel.yaml.error import YAMLError
-    except ImportError as error:
-        raise SettingsError("comparing a YAML file needs the package ruamel.yaml: pip install ruamel.yaml") from error
-    try:
-        config = YAML(typ="safe", pure=True).load(path)
+        config = read_yaml(path)
     except FileNotFoundError as error:
         raise SettingsError(f"no such file: {path}") from error
-    except (OSError, YAMLError, ValueError, RecursionError) as error:
-        raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if isinstance(config, dict) and isinstance(config.get(RECIPE), dict):
         return config
     sections = {param.partition(".")[0] for param in VERBATIM.values()}

@@ -11,10 +11,11 @@ import textwrap
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import CollectionNode, MappingNode, Node
 
 from dspark_cache.errors import SettingsError
-from dspark_cache.settings import YAML_ERRORS
+from dspark_cache.yaml_file import load_yaml
 
 _BOM = "\ufeff"
 _INDENT = 2
@@ -26,10 +27,7 @@ def parse_yaml(text: str, name: str) -> dict[Any, Any]:
     Raises:
         SettingsError: It is no YAML, or something else than keys and values.
     """
-    try:
-        found = YAML(typ="safe", pure=True).load(text)
-    except YAML_ERRORS as error:
-        raise SettingsError(f"{name} is not valid YAML: {error}") from error
+    found = load_yaml(text, name)
     if not isinstance(found, dict | None):
         raise SettingsError(f"{name}: expected keys and values, found {type(found).__name__}")
     return found or {}
@@ -59,7 +57,7 @@ def merge_yaml(text: str, shipped: str, name: str) -> str:
         if new:
             body = _insert(body, shipped, None, new)
         is_right = parse_yaml(body, name) == _joined(expected, ours, new)
-    except (SettingsError, *YAML_ERRORS):
+    except (SettingsError, YAMLError, ValueError):
         is_right = False
     if not is_right:
         raise SettingsError(f"{name}: nothing can be added to this form of YAML: write each key on a line of its own")

@@ -324,10 +324,27 @@ def test_clean_all_removes_the_current_capture_as_well(folders: list[Path], caps
     assert capsys.readouterr().out == "nothing to remove in .work\n"
 
 
-def test_clean_without_a_ledger_keeps_nothing(folders: list[Path]) -> None:
+def test_clean_without_a_ledger_removes_nothing_of_an_interrupted_capture(
+    folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("features.json").unlink()
-    assert main(["clean", "--yes"]) == 0
+    assert main(["clean", "--yes"]) == 1
+    assert capsys.readouterr().err == (
+        "error: there is no features.json, so blocks in .work may be those of an interrupted capture, which goes on "
+        "from them: run dvc repro or dvc checkout first, or pass --all to remove every folder\n"
+    )
+    assert left(folders) == [True, True, True]
+    assert main(["clean", "--yes", "--all"]) == 0
     assert left(folders) == [False, False, False]
+    assert main(["clean", "--yes"]) == 0
+
+
+def test_clean_takes_no_folder_to_remove(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["clean", str(folders[0]), "--yes"])
+    assert caught.value.code == 2
+    assert "FOLDER is what --break-lock takes: without it, remove a folder of blocks by hand" in capsys.readouterr().err
+    assert left(folders) == [True, True, True]
 
 
 def test_clean_refuses_to_guess_which_capture_is_current(
@@ -344,7 +361,7 @@ def test_clean_looks_where_scratch_is(
 ) -> None:
     monkeypatch.setenv("DSPARK_RUNTIME__SCRATCH_DIR", "elsewhere")
     assert main(["clean", "--yes"]) == 0
-    assert capsys.readouterr().out == f"nothing to remove in elsewhere; kept elsewhere/{folders[1].name}\n"
+    assert capsys.readouterr().out == "nothing to remove in elsewhere\n"
     monkeypatch.delenv("DSPARK_RUNTIME__SCRATCH_DIR")
     monkeypatch.setenv("DVC_ROOT", str(tmp_path / "main"))
     assert main(["clean", "--yes"]) == 0

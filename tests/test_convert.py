@@ -240,3 +240,35 @@ def test_the_command_converts_and_compares(
     assert "layer 3: relative L2 of a token 0 in the mean, 0 at most" in lines
     assert main(["convert", str(target), str(target)]) == 1
     assert "is the source itself" in capsys.readouterr().err
+
+
+def test_nothing_but_a_cache_is_replaced(made: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "project" / "cache"
+    shutil.copytree(made["padded"], source)
+    (tmp_path / "project" / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(source.parent)
+    thesis = tmp_path / "thesis"
+    (thesis / "shard-000000.safetensors").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    first = Conversion(samples=(0, 2))
+    for target, message in (
+        (source.parent, f"{source.parent} and {source} lie in each other: write to a folder beside the source"),
+        (source / "x", f"{source / 'x'} and {source} lie in each other: "),
+        (tmp_path / "link", f"{tmp_path / 'link'} and {source} lie in each other: "),
+        (thesis, f"{thesis} holds what is no part of a cache, ['shard-000000.safetensors'], and would be replaced: "),
+    ):
+        with pytest.raises(SettingsError, match=f"^{re.escape(message)}"):
+            convert_cache(source, target, first)
+    (thesis / "shard-000000.safetensors").rmdir()
+    (thesis / "chapter").write_text("")
+    with pytest.raises(SettingsError, match=re.escape("is no part of a cache, ['chapter'], and would")):
+        convert_cache(source, thesis, first)
+    (thesis / "chapter").unlink()
+    with contextlib.chdir(thesis), pytest.raises(SettingsError, match=r"^\. holds the working directory, "):
+        convert_cache(source, ".", first)
+    (thesis / "shard-000000.safetensors").mkdir()
+    assert sorted(tmp_path.rglob("*")) == before
+    (thesis / "shard-000000.safetensors").rmdir()
+    for samples in (2, 3):
+        convert_cache(source, thesis, Conversion(samples=(0, samples)))
+        assert len(CachedDSparkDataset(thesis)) == samples

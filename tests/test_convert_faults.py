@@ -139,7 +139,7 @@ def test_a_source_replaced_while_it_is_converted_is_refused(
     shutil.copy(make_cache(2, 2) / "target_weights.safetensors", other)
     record_files(other)
     (folder / "cache").mkdir()
-    (folder / "cache/earlier").touch()
+    (folder / "cache/manifest.json").touch()
 
     def replace() -> None:
         source.rename(tmp_path / "away")
@@ -147,7 +147,7 @@ def test_a_source_replaced_while_it_is_converted_is_refused(
 
     with pytest.raises(CacheFormatError, match=message.format(source=re.escape(str(source)))):
         convert(source, folder / "cache", hook=at(moment, replace))
-    assert left(folder / "cache") == ["earlier"]
+    assert left(folder / "cache") == ["manifest.json"]
 
 
 def test_a_source_without_provenance_is_told_apart_by_its_files_and_its_manifest(

@@ -17,6 +17,7 @@ FLOW = [
     "schema",
     "dtypes",
     "strict_json",
+    "yaml_file",
     "files",
     "memory",
     "threads",

@@ -342,7 +342,7 @@ IN_THE_WAY: dict[str, tuple[Callable[[Path], None], str]] = {
         "{root}/reports is a file: expected a folder, for an output of the stage verify",
     ),
     "what would be an output": (put("cache/x", ""), "cache is there, and is to be an output of the stage shards: move"),
-    "no YAML": (put("dvc.yaml", "stages: ["), "dvc.yaml is not valid YAML: while parsing"),
+    "no YAML": (put("dvc.yaml", "stages: ["), "dvc.yaml is not valid YAML: line 1, column 10: "),
     "no UTF-8": (lambda root: (root / "params.yaml").write_bytes(b"\xff"), "params.yaml is not UTF-8: 'utf-8' codec"),
     "no stages": (put("dvc.yaml", "stages: 3\n"), "dvc.yaml: stages: expected keys and values, found 3"),
     "no form to add to": (
@@ -429,6 +429,46 @@ def test_two_at_once_are_refused(theirs: Path) -> None:
     plan = plan_init(theirs)
     with FileLock(building_lock(theirs / "dvc.yaml")), pytest.raises(LockedError):
         plan.apply()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"dvc.yaml": "vars:\n  - target: models/a\nstages:\n  train:\n    cmd: echo ${target}\n"}, "'target'"),
+        (
+            {"dvc.yaml": "vars: [more.yaml]\nstages:\n  train:\n    cmd: echo\n", "more.yaml": "data: {path: x}\n"},
+            "'data.path'",
+        ),
+        ({"params.yaml": "since: 2024-01-01\n"}, "'date'"),
+    ],
+)
+def test_names_that_dvc_could_not_resolve_any_more_are_in_the_way(
+    theirs: Path, files: dict[str, str], message: str
+) -> None:
+    """dvc.yaml may have variables of its own, which must not be params of ours."""
+    for name, content in files.items():
+        (theirs / name).write_text(content)
+    before = {path: path.read_bytes() for path in theirs.rglob("*.yaml")}
+    with pytest.raises(SettingsError, match="DVC c") as caught:
+        plan_init(theirs)
+    assert message in str(caught.value)
+    assert {path: path.read_bytes() for path in theirs.rglob("*.yaml")} == before
+
+
+def test_variables_from_outside_the_folder_are_no_fault(theirs: Path) -> None:
+    """They cannot be seen where the files are tried out."""
+    (theirs / "sub").mkdir()
+    (theirs / "more.yaml").write_text("mine: 1\n")
+    (theirs / "sub" / "dvc.yaml").write_text("vars: [../more.yaml]\nstages:\n  train:\n    cmd: echo ${mine}\n")
+    assert "dvc.yaml" in {change.name for change in plan_init(theirs / "sub").changes}
+
+
+def test_a_link_to_a_folder_of_a_repository_is_that_folder(theirs: Path, tmp_path: Path) -> None:
+    (theirs / "sub").mkdir()
+    (tmp_path / "link").symlink_to(theirs / "sub")
+    plan = plan_init(tmp_path / "link")
+    assert plan.commands == ()
+    assert plan == plan_init(theirs / "sub")
 
 
 def test_links_to_files_stay_links(theirs: Path) -> None:

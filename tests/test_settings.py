@@ -256,9 +256,9 @@ def test_yaml_is_read_as_dvc_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data: [", "is not valid YAML: while parsing"),
-        ("data:\n\tpath: x\n", "is not valid YAML: while scanning"),
-        ("data: {path: a, path: b}\n", "is not valid YAML: while constructing"),
+        ("data: [", "is not valid YAML: line 1, column 8: "),
+        ("data:\n\tpath: x\n", "is not valid YAML: line 2, column 1: "),
+        ("data: {path: a, path: b}\n", 'is not valid YAML: line 1, column 17: found duplicate key "path"'),
         ("", "must hold sections of params, found NoneType"),
         ("- data\n", "must hold sections of params, found list"),
     ],
@@ -278,7 +278,7 @@ def test_a_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SettingsError, match="is not valid YAML"):
         load_settings(path, {})
-    with pytest.raises(SettingsError, match="is not valid YAML"):
+    with pytest.raises(SettingsError, match=r"cannot be read: Is a directory$"):
         load_settings(tmp_path, {})
 
 
@@ -330,7 +330,8 @@ def test_all_faults_of_file_and_environment_come_together(tmp_path: Path) -> Non
     assert str(error.value).splitlines() == [
         f"{path} has 5 fault(s):",
         "  DSPARK_DATA__PATH in the environment: only runtime keys may be set there, set data.path instead",
-        "  DSPARK_RUNTIME__DEVICE in the environment is not valid YAML: '['",
+        "  DSPARK_RUNTIME__DEVICE in the environment is not valid YAML: line 1, column 2: expected the node content, "
+        "but found '<stream end>', found '['",
         "  cache.shard_size: expected an integer of at least 1 or auto, found 0",
         "  unknown key runtime.devic, did you mean 'device'?",
         "  runtime.num_workers: expected an integer of at least 0, found 'two'",

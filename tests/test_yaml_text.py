@@ -126,12 +126,12 @@ def leading_comments(text: str) -> str:
 
 FAULTS = {
     "- a\n": "dvc.yaml: expected keys and values, found list",
-    "stages: [\n": "dvc.yaml is not valid YAML: while parsing",
-    "stages: {a: 1}\nstages: {b: 1}\n": "dvc.yaml is not valid YAML: while constructing",
+    "stages: [\n": "dvc.yaml is not valid YAML: line 2, column 1: ",
+    "stages: {a: 1}\nstages: {b: 1}\n": 'dvc.yaml is not valid YAML: line 2, column 1: found duplicate key "stages"',
     # an alias shares its entries with the anchor, which is another key's
     "other: &x\n  a: 1\nstages: *x\n": "dvc.yaml: nothing can be added to this form of YAML",
     "stages: {mine: 1  # one\n  }\n": "dvc.yaml: nothing can be added to this form of YAML",
-    "a: 1\n---\nb: 1\n": "dvc.yaml is not valid YAML",
+    "a: 1\n---\nb: 1\n": "dvc.yaml is not valid YAML: line 2, column 1: but found another document",
     "mine: |+\n  a\n\n": "dvc.yaml: nothing can be added to this form of YAML",
 }
 
