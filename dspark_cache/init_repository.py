@@ -427,9 +427,9 @@ def _unresolved(root: Path, contents: Mapping[str, bytes | None]) -> str:
 
 def _blocked(root: Path, names: tuple[str, ...]) -> Iterator[str]:
     """Find what is no folder where a folder must be, and no file where a file must be."""
-    folders = {root} | {folder for name in names for folder in (root / name).parents if folder.is_relative_to(root)}
+    folders = {folder for name in names for folder in (root / name).parents}
     for folder in sorted(folders):
-        is_link = folder.is_symlink() and folder != root
+        is_link = folder.is_symlink()
         if is_link or (folder.exists() and not folder.is_dir()):
             yield f"{folder} is {'a link' if is_link else 'a file'}: expected a folder"
     for name in names:

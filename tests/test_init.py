@@ -455,6 +455,12 @@ def test_names_that_dvc_could_not_resolve_any_more_are_in_the_way(
     assert {path: path.read_bytes() for path in theirs.rglob("*.yaml")} == before
 
 
+def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("")
+    with pytest.raises(SettingsError, match=f"{tmp_path}/f is a file: expected a folder\n"):
+        plan_init(tmp_path / "f" / "x")
+
+
 def test_variables_from_outside_the_folder_are_no_fault(theirs: Path) -> None:
     """They cannot be seen where the files are tried out."""
     (theirs / "sub").mkdir()
