@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -156,16 +157,19 @@ class CachedDataLoader(DataLoader["Sample"]):
         torch.empty((), dtype=torch.int64).random_()
         pending: deque[Future[Sample]] = deque()
         # Two, so that the next batch is under way before the last piece of this one has come.
-        with ThreadPoolExecutor(min(2, self._read_ahead), thread_name_prefix="cache-read-ahead") as threads:
-            try:
-                for indices in self.batch_sampler or ():
-                    pending.append(threads.submit(self._fetch, indices))
-                    if len(pending) > self._read_ahead:
-                        yield pending.popleft().result()
-                while pending:
+        threads = ThreadPoolExecutor(min(2, self._read_ahead), thread_name_prefix="cache-read-ahead")
+        # A generator that is held until the interpreter ends is closed when modules are empty already: too late to
+        # call more than a finalizer that has run, as this one has by then.
+        shut_down = weakref.finalize(self, threads.shutdown, cancel_futures=True)
+        try:
+            for indices in self.batch_sampler or ():
+                pending.append(threads.submit(self._fetch, indices))
+                if len(pending) > self._read_ahead:
                     yield pending.popleft().result()
-            finally:
-                threads.shutdown(cancel_futures=True)
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            shut_down()
 
     def _fetch(self, indices: Sequence[int]) -> Sample:
         read_all = getattr(self.dataset, "__getitems__", None)

@@ -51,7 +51,8 @@ class CacheSampler(DistributedSampler[int]):
     """Give each rank its share of an order that can be resumed in mid-epoch, by the same or another number of ranks.
 
     Unless shards are mixed, the order of an epoch is that of torch's `DistributedSampler` with the same seed; as
-    there, call `set_epoch` every epoch. Iterating again without it repeats the epoch from its start.
+    there, call `set_epoch` every epoch. Iterating again without it repeats the epoch from its start. Ranks that would
+    have a sample less than others end with one that was given before, see `is_at_repeat`.
 
     Attributes:
         consumed: Samples of this rank since its iteration began.
@@ -113,6 +114,16 @@ class CacheSampler(DistributedSampler[int]):
             return shard_order(self.dataset.shard_samples, self._shuffle_shards, generator)  # type: ignore[attr-defined]
         count = len(self.dataset)  # type: ignore[arg-type]
         return torch.randperm(count, generator=generator) if self._shuffle else torch.arange(count)
+
+    @property
+    def is_at_repeat(self) -> bool:
+        """Whether the sample that this rank consumed last was given before, so that all ranks have as many.
+
+        Only the last one of an epoch can be. A loader that delivers batches counts a batch at a time: its last sample.
+        """
+        left = len(self.dataset) - self._start  # type: ignore[arg-type]
+        missing = -left % self.num_replicas
+        return left <= self.consumed * self.num_replicas and self.rank >= self.num_replicas - missing
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next; another one than before is read from its start."""

@@ -10,8 +10,8 @@ not. Read from the top it is a step, how a cache is opened, and how training goe
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
-from collections import deque
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,8 @@ def draw(seed: int, step: int, samples: int, positions: int) -> torch.Tensor:
     They are dealt to processes as samples are, so that anchors are the same however many there are.
     """
     count, rank = world()
-    generator = torch.Generator().manual_seed((seed << 32) + step)
+    mixed = hashlib.sha256(f"{seed} {step}".encode()).digest()[:4]  # the generator takes 32 bits
+    generator = torch.Generator().manual_seed(int.from_bytes(mixed))
     return torch.rand(samples * count, positions, generator=generator)[rank::count]
 
 
@@ -92,7 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpoint", type=Path, help="file that is replaced every --every steps and at the end")
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
-    parser.add_argument("--every", type=int, default=20, help="steps a line and checkpoint")
+    parser.add_argument("--every", type=int, default=20, help="steps a checkpoint and a line: means since the last one")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that read")
     parser.add_argument("--read-ahead", type=int, default=0, help="batches that threads read ahead, without workers")
     options = parser.parse_args(arguments)
@@ -124,7 +125,10 @@ def batches(loader: Any, epoch: int) -> Iterator[Batch]:
     """Yield batches for ever; of the epoch that a resumed loader is in, the rest."""
     for current in count(epoch):
         loader.sampler.set_epoch(current)
-        yield from loader
+        for batch in loader:
+            if loader.sampler.is_at_repeat:
+                batch["loss_mask"][-1] = 0  # read again so that all processes have as many, it must not count twice
+            yield batch
 
 
 def resume(checkpoint: Path, parts: Mapping[str, Any], device: str) -> tuple[int, int]:
@@ -144,16 +148,18 @@ def train(options: argparse.Namespace) -> Iterator[torch.Tensor]:
     parts: dict[str, Any] = {"draft": draft, "optimizer": optimizer, "loader": loader}
     done, epoch = resume(options.checkpoint, parts, options.device) if options.resume else (0, 0)
     model = nn.parallel.DistributedDataParallel(draft) if dist.is_initialized() else draft
-    positions, recent = read_manifest(options.cache)["seq_length"], deque[torch.Tensor](maxlen=options.every)
+    positions, recent = read_manifest(options.cache)["seq_length"], list[torch.Tensor]()
     for step, batch in zip(range(done + 1, options.steps + 1), batches(loader, epoch), strict=False):
         draws = draw(options.seed, step, options.batch_size, positions)[: len(batch["input_ids"])]
-        recent.append(train_step(model, optimizer, batch, draws))
-        if is_first and (step % options.every == 0 or step == options.steps):
-            report(f"step {step}", torch.stack([*recent]).sum(dim=0))
-            if options.checkpoint:
+        recent.append(sums := train_step(model, optimizer, batch, draws))
+        if step % options.every == 0 or step == options.steps:
+            if is_first:
+                report(f"step {step}", torch.stack(recent).sum(dim=0))
+            if is_first and options.checkpoint:
                 with put_file(options.checkpoint) as temporary:  # whole, or the earlier one stays
                     torch.save({"step": step} | {name: part.state_dict() for name, part in parts.items()}, temporary)
-        yield recent[-1]
+            recent.clear()
+        yield sums
     held_out = options.cache.with_name(f"{options.cache.name}-eval")
     if is_first and (held_out / "manifest.json").exists():
         report("held out", evaluate(draft, held_out, options.batch_size))

@@ -270,6 +270,44 @@ def test_an_error_of_reading_ahead_comes_at_its_batch() -> None:
         next(given)
 
 
+UNFINISHED = """
+import sys
+from dspark_cache import build_cached_dspark_dataloader
+
+batches = iter(build_cached_dspark_dataloader(sys.argv[1], 2, True, seed=3, read_ahead=int(sys.argv[2])))
+for _ in range(3):
+    next(batches)
+"""
+
+
+@pytest.mark.parametrize("read_ahead", [1, 2, 20])
+def test_an_interpreter_ends_in_mid_epoch_without_a_word(make_cache: MakeCache, read_ahead: int) -> None:
+    """Also with more to be read, or with the epoch read to its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED, str(make_cache(20, 2)), str(read_ahead)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("count", "batch_size"), [(7, 2), (5, 2), (3, 4), (4, 2)])
+def test_the_batch_with_a_repeat_is_known(way: dict[str, Any], count: int, batch_size: int) -> None:
+    """In a short batch and in a full one; of the second rank, where two do not divide the samples."""
+    for rank in range(2):
+        options: dict[str, Any] = {"num_replicas": 2, "rank": rank, **way}
+        loader: Any = build_cached_dataloader(Numbers(count), batch_size, False, collate, distributed=True, **options)
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            found = [(batch["a"].tolist(), loader.sampler.is_at_repeat) for batch in loader]
+            last = [False] * (len(loader) - 1) + [rank == 1 and count % 2 == 1]
+            assert [is_at_repeat for _, is_at_repeat in found] == last
+            assert (found[-1][0][-1] == 0) == last[-1]
+
+
 @pytest.mark.parametrize(("read_ahead", "num_workers"), [(-1, 0), (1, 1)])
 def test_reading_ahead_is_for_one_process(read_ahead: int, num_workers: int) -> None:
     message = f"^read_ahead: expected at least 0, .* found {read_ahead} and num_workers={num_workers}$"

@@ -88,6 +88,13 @@ def test_no_more_shards_than_said_are_read_at_a_time(mixed: int) -> None:
     assert list(dict.fromkeys(order)) != sorted(set(order))  # in no particular order
 
 
+def test_a_batch_that_is_larger_than_shards_has_samples_of_more() -> None:
+    shards = [2] * 40
+    of = shard_of(shards)
+    order = shard_order(shards, 1, torch.Generator().manual_seed(2)).tolist()
+    assert {len({of[index] for index in order[at : at + 8]}) for at in range(0, 80, 8)} == {4}
+
+
 def test_an_order_of_shards_depends_on_seed_and_epoch() -> None:
     made = [sampler(shards=[5] * 8, shuffle="shard", shuffle_shards=2, seed=seed) for seed in (0, 0, 1)]
     orders = [list(each) for each in made]
@@ -120,6 +127,27 @@ def test_any_number_of_ranks_goes_on_with_what_is_left(before: int, after: int, 
             second.load_state_dict(states[0])
             assert second.state_dict() == states[0]
             assert list(second) == rest[rank::after]
+
+
+@pytest.mark.parametrize(("count", "before", "after"), [*product((0, 1, 2, 5, 6, 12, 13), (1, 2, 3), (1, 2, 4, 7))])
+@pytest.mark.parametrize("shuffle", [False, "shard"])
+def test_what_is_given_but_for_equal_numbers_is_told(count: int, before: int, after: int, shuffle: bool | str) -> None:
+    """Without repeats, ranks together give what is left once each; also after a resume."""
+    options = {"shards": [count // 2, count - count // 2], "shuffle": shuffle, "seed": 3}
+    whole = list(sampler(**options))
+    for consumed in range(count // before + 1):
+        first = sampler(**options, num_replicas=before)
+        for _ in zip(range(consumed), first, strict=False):
+            pass
+        given = []
+        for rank in range(after):
+            second = sampler(**options, num_replicas=after, rank=rank)
+            second.load_state_dict({**first.state_dict(), "position": consumed * before})
+            assert not second.is_at_repeat
+            given += [index for index in second if not second.is_at_repeat]
+            second.set_epoch(1)
+            assert not second.is_at_repeat
+        assert sorted(given) == sorted(whole[consumed * before :])
 
 
 def test_an_epoch_that_is_resumed_twice_is_where_it_is() -> None:
