@@ -113,20 +113,50 @@ def _verify(parsed: argparse.Namespace) -> None:
     from dspark_cache.verify import verify_cache
 
     cache = CacheFolder(parsed.cache)
+    if parsed.html:
+        _ensure_page(parsed)
     if cache.provenance is None:
         warn(f"{parsed.cache} has no {PROVENANCE_NAME}: there are no digests to compare")
     with show_progress("verify", len(cache.shard_samples), "shards") as advance:
         report = verify_cache(cache, parsed.level, num_threads=parsed.jobs, advance=advance)
-    if parsed.html:
-        _put_page(parsed, cache, report)
     if parsed.json:
         say_json(report.as_json())
-    for finding in report.findings if not parsed.json else ():
-        say(paint(str(finding), "red"))
+    else:
+        for finding in report.findings:
+            say(paint(str(finding), "red"))
+        if not report.findings:
+            say(f"{parsed.cache} is {paint('sound', 'green')} up to the level {parsed.level}")
+    if parsed.html:
+        sys.stdout.flush()  # whatever becomes of the page
+        _put_page(parsed, cache, report)
     if report.findings:
         raise VerificationError(f"{parsed.cache} has {len(report.findings)} finding(s)")
-    if not parsed.json:
-        say(f"{parsed.cache} is {paint('sound', 'green')} up to the level {parsed.level}")
+
+
+def _ensure_page(parsed: argparse.Namespace) -> None:
+    """Refuse what would keep the page from being written, before hours of reading, and a page inside the cache.
+
+    Raises:
+        SettingsError: Listing every fault.
+        InputError: `--tokenizer` is no folder with a tokenizer.
+    """
+    from dspark_cache.report import folder_texts
+
+    page: Path = parsed.html
+    faults = []
+    if page.resolve().is_relative_to(parsed.cache.resolve()):
+        faults.append(f"--html: {page} lies in the cache, into which it does not belong: write it elsewhere")
+    if page.is_dir():
+        faults.append(f"--html: {page} is a folder: expected a file")
+    elif not page.absolute().parent.is_dir():
+        faults.append(f"--html: {page.parent} is no folder: make it first")
+    elif not os.access(page.absolute().parent, os.W_OK):
+        faults.append(f"--html: {page.parent} cannot be written to: write the page elsewhere")
+    if parsed.tokenizer is not None and not parsed.tokenizer.is_dir():
+        faults.append(f"--tokenizer: {parsed.tokenizer} is no folder")
+    if faults:
+        raise SettingsError("; ".join(faults))
+    folder_texts(parsed.tokenizer, None)
 
 
 def _put_page(parsed: argparse.Namespace, cache: CacheFolder, report: Report) -> None:
@@ -182,7 +212,7 @@ def _add_convert(commands: Any) -> None:
         _convert,
         about="make a cache from another one, without the target",
         details="What is not given stays as in SOURCE. DESTINATION appears complete and verified, or not at all;\n"
-        "run again after an interruption it goes on.",
+        "run again after an interruption it goes on. A cache that is there is replaced, anything else is refused.",
         examples="""
             dspark-cache convert cache padded --layout padded
             dspark-cache convert cache small --layers 1,9 --seq-length 2048 --samples 0:1000

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dspark_cache.cache_commands import add_cache_commands
@@ -44,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, as `--help` lists them; wrong usage exits with 2 by itself.
     """
+    if sys.stderr is None:  # closed; errors of argparse, bars and warnings would end in one of Python's own
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process runs
     parsed = make_parser().parse_args(arguments)
+    if sys.stdout is None:
+        say_error("stdout is closed, there is nowhere to print to: redirect it to a file, or to /dev/null")
+        return 1
     try:
         with _terminated_by_exception():
             parsed.run(parsed)

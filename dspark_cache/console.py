@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dspark_cache.errors import SettingsError
+from dspark_cache.strict_json import finite_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -104,8 +105,8 @@ def say(text: str) -> None:
 
 
 def say_json(content: object) -> None:
-    """Print a result for scripts."""
-    print(json.dumps(content, indent=2))
+    """Print a result for scripts; null is printed for a number that is not finite, for which JSON has no form."""
+    print(json.dumps(finite_json(content), indent=2, allow_nan=False))
 
 
 def warn(text: str) -> None:
@@ -113,9 +114,11 @@ def warn(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def has_colours(stream: TextIO) -> bool:
+def has_colours(stream: TextIO | None) -> bool:
     """Say whether a stream is a terminal whose user has not asked for plain text (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return (
+        stream is not None and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def paint(text: str, *styles: str, stream: TextIO | None = None) -> str:
@@ -148,14 +151,18 @@ def show_progress(name: str, total: int | None, unit: str) -> Iterator[Callable[
 
 
 def confirm(question: str) -> bool:
-    """Ask whoever sits at the terminal.
+    """Ask whoever sits at the terminal; the end of input (Ctrl-D) is a no.
 
     Raises:
         SettingsError: Nobody does.
     """
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # None: stdin is closed
         raise SettingsError(f"{question} nobody to ask: pass --yes")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        say("")  # ends the line of the question
+        return False
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str, paths: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dspark_cache.manifest import PathLike
 
 _SIDES = ("first", "second")
+_LAST = "last hidden"
 MAX_NAMED = 10
 """Samples that are named by their indices."""
 
@@ -53,13 +54,18 @@ class _Side:
             found.setdefault(key, index)
         return found
 
+    def widths(self) -> dict[str, int]:
+        """Return how many numbers each state of a token has, by the state's name."""
+        width = int(self.rows.manifest["hidden_size"])
+        return {**{f"layer {layer}": width for layer in self.rows.manifest["target_layer_ids"]}, _LAST: width}
+
     def states(self, index: int) -> dict[str, torch.Tensor]:
         """Return the states of a sample's real tokens by name, and its mask."""
         sample, length = self.rows.dataset[index], self.rows.num_tokens(index)
-        width, layers = self.rows.manifest["hidden_size"], self.rows.manifest["target_layer_ids"]
-        by_layer = torch.split(sample[HIDDEN][:length], width, dim=-1)
-        named = {f"layer {layer}": part for layer, part in zip(layers, by_layer, strict=True)}
-        return {**named, "last hidden": sample[LAST_HIDDEN][:length], LOSS_MASK: sample[LOSS_MASK][:length]}
+        *layers, _ = self.widths()
+        by_layer = torch.split(sample[HIDDEN][:length], self.rows.manifest["hidden_size"], dim=-1)
+        named = dict(zip(layers, by_layer, strict=True))
+        return {**named, _LAST: sample[LAST_HIDDEN][:length], LOSS_MASK: sample[LOSS_MASK][:length]}
 
 
 def diff_caches(
@@ -83,19 +89,28 @@ def diff_caches(
         `identity`: full key to the values in the `first` and the `second`, of what differs in manifest and
         provenance, without one that is absent; `samples`: counts of `added`,
         `removed` and `common` ones, indices of the first few, and whether common ones are in the same order; `masks`:
-        how many of the compared samples have another mask; `drift`: state to mean and largest relative L2 of a token.
+        how many of the compared samples have another mask; `drift`: state to mean and largest relative L2 of a token,
+        not a number where a state holds one that is none; and where there are such states `not_compared`: state to
+        its width in the `first` and the `second`, of those that only one has, or both in other widths.
 
     Raises:
         CacheNotFoundError, CacheFormatError: A cache is not whole.
         SettingsError: A cache does not say how it is padded.
     """
     old, new = (_Side.read(Path(path), pad_token_id, progress) for path in (first, second))
+    widths, new_widths = old.widths(), new.widths()
+    names = [name for name in widths if widths[name] == new_widths.get(name)]
+    others = {
+        name: {side: found[name] for side, found in zip(_SIDES, (widths, new_widths), strict=True) if name in found}
+        for name in {**widths, **new_widths}
+        if name not in names
+    }
     places, new_places = old.first_index(), new.first_index()
     common = [key for key in places if key in new_places]
     step = 1 if max_samples is None else max(1, -(-len(common) // max(1, max_samples)))
     pairs = [(places[key], new_places[key]) for key in common[::step]]
     with progress("compare", len(pairs), "samples") as advance:
-        masks, drift = _compare(old, new, pairs, advance)
+        masks, drift = _compare(old, new, pairs, names, advance)
     return {
         "identity": {
             key: {side: value for side, value in zip(_SIDES, pair, strict=True) if value is not NOTHING}
@@ -109,6 +124,7 @@ def diff_caches(
         },
         "masks": {"compared": len(pairs), "different": masks},
         "drift": drift,
+        **({"not_compared": others} if others else {}),
     }
 
 
@@ -125,22 +141,23 @@ def _changed(name: str, side: _Side, other: _Side) -> dict[str, Any]:
 
 
 def _compare(
-    old: _Side, new: _Side, pairs: list[tuple[int, int]], advance: Advance
+    old: _Side, new: _Side, pairs: list[tuple[int, int]], names: list[str], advance: Advance
 ) -> tuple[int, dict[str, dict[str, float]]]:
-    """Return how many pairs have different masks, and mean and largest relative L2 of each state that both have."""
+    """Return how many pairs have different masks, and mean and largest relative L2 of each named state."""
     masks = tokens = 0
     sums: dict[str, float] = {}
-    largest: dict[str, float] = {}
+    largest: dict[str, torch.Tensor] = {}
     for left, right in pairs:
         before, after = old.states(left), new.states(right)
-        masks += not torch.equal(before.pop(LOSS_MASK), after.pop(LOSS_MASK))
+        masks += not torch.equal(before[LOSS_MASK], after[LOSS_MASK])
         tokens += old.rows.num_tokens(left)
-        for name in before.keys() & after.keys():
+        for name in names:
             distances = relative_l2(after[name], before[name])
             sums[name] = sums.get(name, 0.0) + float(distances.sum())
-            largest[name] = max(largest.get(name, 0.0), float(distances.max()))
+            worst = distances.max()
+            largest[name] = torch.maximum(largest.get(name, worst), worst)  # unlike max, it keeps what is no number
         advance(1)
-    drift = {name: (sums[name] / tokens, largest[name]) for name in sorted(largest)}
+    drift = {name: (sums[name] / tokens, float(largest[name])) for name in sorted(largest)}
     return masks, {
         name: {"mean_relative_l2": float(f"{mean:.3g}"), "worst_relative_l2": float(f"{worst:.3g}")}
         for name, (mean, worst) in drift.items()
@@ -164,4 +181,11 @@ def describe(found: dict[str, Any]) -> str:
     for name, distance in found["drift"].items():
         mean, worst = distance["mean_relative_l2"], distance["worst_relative_l2"]
         lines.append(f"{name}: relative L2 of a token {mean:g} in the mean, {worst:g} at most")
+    lines += [f"{name}: not compared, {_why_not(widths)}" for name, widths in found.get("not_compared", {}).items()]
     return "\n".join(lines)
+
+
+def _why_not(widths: dict[str, int]) -> str:
+    if len(widths) == 1:
+        return f"only the {next(iter(widths))} has it"
+    return "since widths differ: " + ", ".join(f"{width} in the {side}" for side, width in widths.items())

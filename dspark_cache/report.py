@@ -20,6 +20,7 @@ from dspark_cache.inputs import Fingerprints
 from dspark_cache.manifest import is_ragged
 from dspark_cache.plots import CHARTS, sample_bins
 from dspark_cache.schema import TRAIN
+from dspark_cache.strict_json import is_blank
 from dspark_cache.target import is_tokenizer_file
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def visible(value: object) -> object:
 
 
 def _is_hidden(char: str) -> bool:
-    return char not in KEPT_CONTROLS and unicodedata.category(char) in HIDDEN_CATEGORIES
+    return char not in KEPT_CONTROLS and (unicodedata.category(char) in HIDDEN_CATEGORIES or is_blank(char))
 
 
 def _spelled(char: str) -> str:

@@ -1,7 +1,8 @@
 """JSON of files that may come from elsewhere: parsed strictly, bounded in size and depth, never trusted.
 
 Used for manifests, provenance, ledgers and safetensors headers. The second half is `Fields`, by which every
-parser takes checked values out of an untrusted object and reports all faults at once.
+parser takes checked values out of an untrusted object and reports all faults at once. What is shown of such values, and
+printed as JSON ourselves, is made harmless here too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ MAX_DEPTH = 64
 """Objects and lists inside one another. Nothing of ours has ten; a thousand would be too deep for pickle."""
 MAX_INTEGER_DIGITS = 20
 """Longer integers are no size of anything; parsing them takes quadratic time."""
+_BLANK = (
+    *((0x034F, 0x034F), (0x115F, 0x1160), (0x17B4, 0x17B5), (0x180B, 0x180F), (0x2065, 0x2065), (0x2800, 0x2800)),
+    *((0x3164, 0x3164), (0xFE00, 0xFE0E), (0xFFA0, 0xFFA0), (0xFFF0, 0xFFF8), (0xE0000, 0xE0FFF)),
+)
+"""First and last of the characters that Unicode lets be ignored where they are drawn (Default_Ignorable_Code_Point) and
+that are letters, marks or not assigned, without U+FE0F; and the Braille pattern without dots."""
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -65,9 +72,35 @@ def differences(
             yield f"{prefix}{key}", pair[0], pair[1]
 
 
+def finite_json(value: Any) -> Any:
+    """Return a value as JSON has one for it: numbers that are not finite, for which there is none, become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    return [finite_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def is_blank(char: str) -> bool:
+    """Say whether a character is one of those that show nothing though their category does not say so.
+
+    Not the selector that makes a character before it an emoji.
+    """
+    return any(first <= ord(char) <= last for first, last in _BLANK)
+
+
 def printable(text: str) -> str:
-    """Return an untrusted text as one line without control characters, which could forge what a terminal shows."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    """Return an untrusted text as one line without control characters, which could forge what a terminal shows.
+
+    What shows nothing is spelled out too.
+    """
+    return "".join(
+        char if char.isprintable() and (char.isascii() or not is_blank(char)) else _escaped(char) for char in text
+    )
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
 
 
 def _is_too_deep(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dspark_cache.tokens import Tokens
 
 MAX_FINDINGS = 100
-"""A level stops after so many: the cache is wrong, the rest adds nothing."""
+"""Of shards so many are listed whole; then only the first of each file: who mends the cache needs all their names."""
 
 Values = dict[str, torch.Tensor]
 """Key to its tensor; of states the largest magnitude of each position and layer, which is as finite and as zero."""
@@ -248,10 +248,7 @@ class Report:
     def collect(self, findings: Iterable[Finding]) -> bool:
         """Take the findings of one level; say whether there were none."""
         before = len(self.findings)
-        for finding in findings:
-            self.findings.append(finding)
-            if len(self.findings) - before >= MAX_FINDINGS:
-                break
+        self.findings += findings
         return len(self.findings) == before
 
     def as_json(self) -> dict[str, Any]:
@@ -360,7 +357,7 @@ class _ShardTask:
             files = self.cache.open_shard(shard)
         pin.ensure_same(shard, files)
         findings, values = read_files(self.cache, files, SCALES_OF)
-        return [*findings, *islice(check_values(self.cache, shard, values, supervision, self.expected), MAX_FINDINGS)]
+        return [*findings, *_limited(check_values(self.cache, shard, values, supervision, self.expected), MAX_FINDINGS)]
 
 
 def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: Callable[[int], None]) -> None:
@@ -373,16 +370,30 @@ def _check_shards(task: _ShardTask, report: Report, num_threads: int, advance: C
         pending: deque[Future[tuple[list[Finding], Supervision]]] = deque()
         shards = iter(range(len(task.cache.shard_samples)))
         try:
-            while len(report.findings) - before < MAX_FINDINGS:
+            while True:
                 pending.extend(threads.submit(task, shard) for shard in islice(shards, 3 * num_threads - len(pending)))
                 if not pending:
                     break
                 findings, supervision = pending.popleft().result()
-                report.findings += findings
+                report.findings += _limited(findings, MAX_FINDINGS - (len(report.findings) - before))
                 report.supervision.merge(supervision)
                 advance(1)
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+def _limited(findings: Iterable[Finding], limit: int) -> list[Finding]:
+    """Return `limit` findings; of the rest the first of each file, and a last one that says there are others."""
+    listed: list[Finding] = []
+    others: dict[str, Finding] = {}
+    named: set[str] = set()
+    for finding in findings:
+        if len(listed) < limit or finding.file not in named:
+            listed.append(finding)
+            named.add(finding.file)
+        else:
+            others.setdefault(finding.file, finding)
+    return [*listed, *(replace(finding, message="and others") for finding in others.values())]
 
 
 def _expected(cache: CacheFolder, tokens: Tokens | None, kept: list[int] | None, report: Report) -> Expected | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -543,8 +544,78 @@ def test_verify_writes_a_page_with_the_samples_or_says_what_it_lacks(
     assert main(["verify", str(cache), "--html", str(page), "--json"]) == 1
     assert "more: does not belong into a cache" in page.read_text()
     capsys.readouterr()
-    assert main(["verify", str(cache), "--html", str(tmp_path / "none/verify.html")]) == 1
+
+
+def test_verify_refuses_a_page_that_cannot_be_written_before_it_reads(
+    make_cache: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, none = make_cache(5, 2), tmp_path / "none"
+    (tmp_path / "link").symlink_to(cache)
+    for page, message in (
+        (cache / "verify.html", f"--html: {cache / 'verify.html'} lies in the cache, into which it does not belong"),
+        (tmp_path / "link" / "v.html", f"--html: {tmp_path / 'link' / 'v.html'} lies in the cache, into which it does"),
+        (tmp_path, f"--html: {tmp_path} is a folder: expected a file"),
+        (none / "v.html", f"--html: {none} is no folder: make it first"),
+    ):
+        assert main(["verify", str(cache), "--html", str(page), "--tokenizer", str(none), "--json"]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert line.startswith(f"error: {message}")
+        assert line.endswith(f"; --tokenizer: {none} is no folder")
+    none.mkdir()
+    assert main(["verify", str(cache), "--html", str(tmp_path / "v.html"), "--tokenizer", str(none)]) == 1
     assert "none" in capsys.readouterr().err
+
+
+def test_verify_says_what_it_found_also_where_the_page_fails(
+    make_cache: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full."""
+    cache = make_cache(5, 2)
+    (cache / "more").touch()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert main(["verify", str(cache), "--html", str(tmp_path / "v.html")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "[files] more: does not belong into a cache\n"
+    assert "No space left on device" in captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "err"),
+    [
+        (">&-", "error: stdout is closed, there is nowhere to print to: redirect it to a file, or to /dev/null\n"),
+        ("2>&-", ""),
+        ("<&-", "error: remove 1 folder(s)? nobody to ask: pass --yes\n"),
+    ],
+)
+def test_streams_that_are_closed_are_no_tracebacks(
+    folders: list[Path], make_cache: Callable[..., Path], redirection: str, err: str
+) -> None:
+    command = "clean --all" if redirection == "<&-" else f"inspect {make_cache(5, 2)} 99"
+    for folder in folders[1:]:
+        shutil.rmtree(folder)
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m dspark_cache.cli {command} {redirection}"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (1, err)
+    assert "error" not in done.stdout
+
+
+def test_the_end_of_input_is_a_no(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(""))
+    assert main(["clean", "--all"]) == 0
+    assert left(folders) == [True, True, True]
+    assert capsys.readouterr().out.endswith("[y/N] \n")
 
 
 def test_verify_needs_no_bar_to_be_drawn(make_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

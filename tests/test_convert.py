@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import re
 import shutil
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset
 from dspark_cache.cache_files import CacheFolder
@@ -240,6 +243,41 @@ def test_the_command_converts_and_compares(
     assert "layer 3: relative L2 of a token 0 in the mean, 0 at most" in lines
     assert main(["convert", str(target), str(target)]) == 1
     assert "is the source itself" in capsys.readouterr().err
+
+
+def test_states_of_other_widths_are_not_compared(
+    make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caches of two targets with one tokenizer."""
+    first, second = make_cache(3, 2, hidden=4, layers=1), make_cache(3, 2, hidden=6, layers=2)
+    assert main(["diff", str(first), str(second), "--pad-token-id", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["drift"] == {}
+    assert found["samples"]["common"] == 3
+    widths = {"first": 4, "second": 6}
+    assert found["not_compared"] == {"layer 0": widths, "last hidden": widths, "layer 1": {"second": 6}}
+    assert main(["diff", str(first), str(second), "--pad-token-id", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "layer 0: not compared, since widths differ: 4 in the first, 6 in the second" in lines
+    assert "layer 1: not compared, only the second has it" in lines
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_states_that_are_no_numbers_are_not_the_nearest(
+    make_cache: Callable[..., Path], capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    """JSON has no form for them."""
+    first, second = make_cache(3, 2), make_cache(3, 2)
+    file = second / "shard-000000.safetensors"
+    tensors = load_file(file)
+    tensors[HIDDEN][0, 1, 0] = value
+    save_file(tensors, file)
+    distance = diff_caches(first, second, pad_token_id=0)["drift"]["layer 0"]
+    assert not math.isfinite(distance["worst_relative_l2"])
+    assert main(["diff", str(first), str(second), "--pad-token-id", "0", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed["drift"]["layer 0"] == {"mean_relative_l2": None, "worst_relative_l2": None}
+    assert printed["drift"]["layer 1"]["worst_relative_l2"] == 0
 
 
 def test_nothing_but_a_cache_is_replaced(made: dict[str, Path], tmp_path: Path) -> None:

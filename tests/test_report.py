@@ -345,6 +345,8 @@ def test_everything_from_the_cache_is_escaped_and_visible(make_cache: Callable[.
         ("plain ünï \N{GRINNING FACE}\n\tx", "plain ünï \N{GRINNING FACE}\n\tx"),
         ("\x00\x07\r\x7f\x9b", "<U+0000><U+0007><U+000D><U+007F><U+009B>"),
         ("\N{LEFT-TO-RIGHT EMBEDDING}\N{ZERO WIDTH SPACE}\ufeff", "<U+202A><U+200B><U+FEFF>"),
+        ("\u034f\u2800\u3164\ufe00\U000e0100", "<U+034F><U+2800><U+3164><U+FE00><U+E0100>"),
+        ("\u2764\ufe0f", "\u2764\ufe0f"),
         ("\N{LINE SEPARATOR}\udc80\ue000\U000e0041", "<U+2028><U+DC80><U+E000><U+E0041>"),
         ("\N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}", "\N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}"),
     ],
@@ -367,7 +369,7 @@ def test_more_findings_than_the_page_lists_are_counted(make_cache: Callable[...,
     part = VerifiedPart(cache=CacheFolder(make_cache(3, 3)), report=report, examined=None)
     page = render_report({"cache": part})
     assert page.count("<li>") == MAX_REPORTED
-    assert f"and {len(findings) - MAX_REPORTED} more." in page
+    assert f"and {len(findings) - MAX_REPORTED} more, which <code>dspark-cache verify</code> lists." in page
     text = words(page)
     for level, remedy in REMEDIES.items():
         assert f"{level}: {remedy.replace('`', '')}" in text

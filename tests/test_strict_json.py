@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspark_cache.errors import CacheFormatError
-from dspark_cache.strict_json import Fields, is_int, is_sha256, parse_json_object, read_json_object
+from dspark_cache.strict_json import (
+    Fields,
+    finite_json,
+    is_int,
+    is_sha256,
+    parse_json_object,
+    printable,
+    read_json_object,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,3 +208,18 @@ def test_the_largest_count_is_accepted() -> None:
     fields = Fields({"a": (1 << 63) - 1}, name="file")
     assert fields.count("a") == (1 << 63) - 1
     fields.finish()
+
+
+def test_what_does_not_show_is_spelled_in_a_line_for_a_terminal() -> None:
+    assert printable("a\u3164\u2800\U000e0100\n\x1b b\u00e4\u2764\ufe0f") == (
+        "a\\u3164\\u2800\\U000e0100\\n\\x1b b\u00e4\u2764\ufe0f"
+    )
+
+
+@pytest.mark.parametrize("value", [1.5, None, "x", True, 3, {"a": [1, {"b": 2.0}]}])
+def test_what_json_has_a_form_for_stays(value: object) -> None:
+    assert finite_json(value) == value
+
+
+def test_numbers_that_json_has_no_form_for_are_null() -> None:
+    assert finite_json({"a": [math.nan, (math.inf, 1.0)], "b": -math.inf}) == {"a": [None, [None, 1.0]], "b": None}

@@ -1201,25 +1201,30 @@ def test_torch_takes_one_processor_a_thread_and_as_many_as_before_later(make_cac
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_values_stop_after_the_shard_that_fills_the_level(make_cache: Callable[..., Path], num_threads: int) -> None:
+def test_every_damaged_shard_is_named_and_only_the_first_findings_are_listed(
+    make_cache: Callable[..., Path], num_threads: int
+) -> None:
     cache = faulty(make_cache, 240, 60)
     report, advanced = outcome(cache, "values", num_threads)
-    assert report["findings"] == [
-        f"[values] {SHARDS[number // 60]}: sample {number}: ids outside 0..31" for number in range(120)
-    ]
-    assert report["supervision"]["num_samples"] == 120
-    assert advanced == [1, 1]
+    shards = [f"shard-{number:06d}.safetensors" for number in range(4)]
+    numbers = [*range(MAX_FINDINGS), 120, 180]
+    listed = [f"[values] {shards[number // 60]}: sample {number}: ids outside 0..31" for number in numbers]
+    others = [f"[values] {shard}: and others" for shard in shards[1:]]
+    assert report["findings"] == [*listed[:-2], others[0], listed[-2], others[1], listed[-1], others[2]]
+    assert report["supervision"]["num_samples"] == 240
+    assert advanced == [1] * 4
 
 
 def test_one_shard_has_so_many_findings_and_no_more(make_cache: Callable[..., Path]) -> None:
     report, advanced = outcome(faulty(make_cache, 150, 150), "values", 1)
-    assert len(report["findings"]) == MAX_FINDINGS
-    assert report["supervision"]["num_samples"] == MAX_FINDINGS
+    assert len(report["findings"]) == MAX_FINDINGS + 1
+    assert report["findings"][-1] == f"[values] {SHARDS[0]}: and others"
+    assert report["supervision"]["num_samples"] == 150
     assert advanced == [1]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_bytes_stop_after_so_many_shards(make_cache: Callable[..., Path], num_threads: int) -> None:
+def test_bytes_name_every_damaged_shard(make_cache: Callable[..., Path], num_threads: int) -> None:
     cache = make_cache(1, 1)
     for number in range(1, MAX_FINDINGS + 5):
         (cache / f"shard-{number:06d}.safetensors").hardlink_to(cache / SHARDS[0])
@@ -1233,9 +1238,9 @@ def test_bytes_stop_after_so_many_shards(make_cache: Callable[..., Path], num_th
         ],
     )
     report, advanced = outcome(cache, "bytes", num_threads)
-    expected = [WEIGHTS, *(f"shard-{number:06d}.safetensors" for number in range(MAX_FINDINGS))]
+    expected = [WEIGHTS, *(f"shard-{number:06d}.safetensors" for number in range(MAX_FINDINGS + 5))]
     assert [finding.split()[1][:-1] for finding in report["findings"]] == expected
-    assert advanced == [1] * MAX_FINDINGS
+    assert advanced == [1] * (MAX_FINDINGS + 5)
 
 
 # Caches that change while they are verified
@@ -1516,11 +1521,11 @@ def test_supervised_padding_is_no_part_of_a_span() -> None:
     assert (counts.spans.num_spans, counts.spans.ids) == (2, [7, 8])
 
 
-def test_a_level_stops_after_so_many_findings(cache: Path) -> None:
+def test_every_file_that_is_left_over_is_named(cache: Path) -> None:
     for number in range(MAX_FINDINGS + 5):
         (cache / f"left-{number:03d}").touch()
     assert len(list(check_files(CacheFolder(cache)))) == MAX_FINDINGS + 5
-    assert len(verify(cache, "files")) == MAX_FINDINGS
+    assert len(verify(cache, "files")) == MAX_FINDINGS + 5
 
 
 def test_a_report_is_metrics_and_text() -> None:
