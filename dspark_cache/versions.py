@@ -72,7 +72,7 @@ def open_cache(
         rev: Tag, branch or commit of the repository. None: of a URL its default branch, of a local repository what its
             dvc.lock says now, committed or not; the only choice for a folder.
         expect: See `CachedDSparkDataset`; compared before any shard is fetched.
-        path: The cache's path in the repository.
+        path: The cache's path in the repository; of a local folder, in the DVC project that it is in.
         shards: See there; no other shard is fetched.
         store_dir: Folder of the DVC cache to fetch into. None: the one that `DSPARK_CACHE_DIR` names; else that of a
             local repository; else that of the repository around the working directory; else `~/.cache/dspark-cache`.
