@@ -130,7 +130,7 @@ def _verify(parsed: argparse.Namespace) -> None:
         sys.stdout.flush()  # whatever becomes of the page
         _put_page(parsed, cache, report)
     if report.findings:
-        raise VerificationError(f"{parsed.cache} has {len(report.findings)} finding(s)")
+        raise VerificationError(f"{parsed.cache} has {report.count} finding(s)")
 
 
 def _ensure_page(parsed: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from dspark_cache.plots import CHARTS, sample_bins
 from dspark_cache.schema import TRAIN
 from dspark_cache.strict_json import is_blank
 from dspark_cache.target import is_tokenizer_file
+from dspark_cache.verify import OTHERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,6 +124,7 @@ def render_report(parts: Mapping[str, VerifiedPart]) -> str:
         _template().render(
             title=first.cache.manifest["target_model"],
             num_findings=len(findings),
+            are_all_listed=all(finding.message != OTHERS for finding in findings),
             level=first.report.level,
             remedies={level: REMEDIES[level] for level in levels},
             identity=_identity(first.cache),

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dspark_cache.shard_file import ShardFile
     from dspark_cache.tokens import Tokens
 
+OTHERS = "and others"
 MAX_FINDINGS = 100
 """Of shards so many are listed whole; then only the first of each file: who mends the cache needs all their names."""
 
@@ -245,6 +246,12 @@ class Report:
     num_recomputed: int = 0
     distances: list[Distance] = field(default_factory=list)
 
+    @property
+    def count(self) -> str:
+        """How many findings there are, in words: at least so many where not all are listed."""
+        others = sum(finding.message == OTHERS for finding in self.findings)
+        return f"at least {len(self.findings)}" if others else str(len(self.findings))
+
     def collect(self, findings: Iterable[Finding]) -> bool:
         """Take the findings of one level; say whether there were none."""
         before = len(self.findings)
@@ -393,7 +400,7 @@ def _limited(findings: Iterable[Finding], limit: int) -> list[Finding]:
             named.add(finding.file)
         else:
             others.setdefault(finding.file, finding)
-    return [*listed, *(replace(finding, message="and others") for finding in others.values())]
+    return [*listed, *(replace(finding, message=OTHERS) for finding in others.values())]
 
 
 def _expected(cache: CacheFolder, tokens: Tokens | None, kept: list[int] | None, report: Report) -> Expected | None:

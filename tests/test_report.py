@@ -370,6 +370,9 @@ def test_more_findings_than_the_page_lists_are_counted(make_cache: Callable[...,
     page = render_report({"cache": part})
     assert page.count("<li>") == MAX_REPORTED
     assert f"and {len(findings) - MAX_REPORTED} more, which <code>dspark-cache verify</code> lists." in page
+    assert f'id="verdict">{len(findings)} findings: ' in page
+    findings.append(Finding(level="values", file="f", message="and others"))
+    assert f'id="verdict">At least {len(findings)} findings: ' in render_report({"cache": part})
     text = words(page)
     for level, remedy in REMEDIES.items():
         assert f"{level}: {remedy.replace('`', '')}" in text

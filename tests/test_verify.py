@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from dspark_cache import CACHE_KEYS, CachedDSparkDataset, read_target_weight_modules, write_shard
 from dspark_cache.cache_files import CacheFolder, Finding, check_bytes, check_files
+from dspark_cache.cli import main
 from dspark_cache.errors import CacheFormatError, CacheNotFoundError
 from dspark_cache.files import put_file
 from dspark_cache.schema import HIDDEN, INPUT_IDS, LAST_HIDDEN, LOSS_MASK, VERIFY_LEVELS
@@ -1215,10 +1216,14 @@ def test_every_damaged_shard_is_named_and_only_the_first_findings_are_listed(
     assert advanced == [1] * 4
 
 
-def test_one_shard_has_so_many_findings_and_no_more(make_cache: Callable[..., Path]) -> None:
+def test_one_shard_has_so_many_findings_and_no_more(
+    make_cache: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report, advanced = outcome(faulty(make_cache, 150, 150), "values", 1)
     assert len(report["findings"]) == MAX_FINDINGS + 1
     assert report["findings"][-1] == f"[values] {SHARDS[0]}: and others"
+    assert main(["verify", str(tmp_path / "cache-0")]) == 1
+    assert capsys.readouterr().err.endswith(f"has at least {MAX_FINDINGS + 1} finding(s)\n")
     assert report["supervision"]["num_samples"] == 150
     assert advanced == [1]
 
