@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import argparse
 
     from dspark_cache.cache_files import CacheFolder
+    from dspark_cache.examine import Texts
     from dspark_cache.verify import Report
 
 
@@ -113,8 +114,7 @@ def _verify(parsed: argparse.Namespace) -> None:
     from dspark_cache.verify import verify_cache
 
     cache = CacheFolder(parsed.cache)
-    if parsed.html:
-        _ensure_page(parsed)
+    texts = _page_texts(parsed, cache) if parsed.html else None
     if cache.provenance is None:
         warn(f"{parsed.cache} has no {PROVENANCE_NAME}: there are no digests to compare")
     with show_progress("verify", len(cache.shard_samples), "shards") as advance:
@@ -126,15 +126,17 @@ def _verify(parsed: argparse.Namespace) -> None:
             say(paint(str(finding), "red"))
         if not report.findings:
             say(f"{parsed.cache} is {paint('sound', 'green')} up to the level {parsed.level}")
-    if parsed.html:
+    if texts is not None:
         sys.stdout.flush()  # whatever becomes of the page
-        _put_page(parsed, cache, report)
+        _put_page(parsed.html, cache, report, texts)
     if report.findings:
         raise VerificationError(f"{parsed.cache} has {report.count} finding(s)")
 
 
-def _ensure_page(parsed: argparse.Namespace) -> None:
-    """Refuse what would keep the page from being written, before hours of reading, and a page inside the cache.
+def _page_texts(parsed: argparse.Namespace, cache: CacheFolder) -> Texts:
+    """Return the texts of the page; what would keep it from being written is refused before hours of reading.
+
+    So is a page inside the cache.
 
     Raises:
         SettingsError: Listing every fault.
@@ -156,14 +158,14 @@ def _ensure_page(parsed: argparse.Namespace) -> None:
         faults.append(f"--tokenizer: {parsed.tokenizer} is no folder")
     if faults:
         raise SettingsError("; ".join(faults))
-    folder_texts(parsed.tokenizer, None)
+    return folder_texts(parsed.tokenizer, cache.provenance)
 
 
-def _put_page(parsed: argparse.Namespace, cache: CacheFolder, report: Report) -> None:
+def _put_page(page: Path, cache: CacheFolder, report: Report, texts: Texts) -> None:
     from dspark_cache.files import put_bytes
     from dspark_cache.report import render_cache_report
 
-    put_bytes(parsed.html, render_cache_report(cache, report, parsed.tokenizer).encode())
+    put_bytes(page, render_cache_report(cache, report, texts).encode())
 
 
 def _add_check(commands: Any) -> None:

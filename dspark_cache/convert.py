@@ -138,7 +138,7 @@ def convert_cache(
             finished.forget()
             listed = "\n  ".join(str(finding) for finding in report.findings[:20])
             raise VerificationError(
-                f"the cache made of {source} had {len(report.findings)} finding(s) and was removed: mend the source or "
+                f"the cache made of {source} had {report.count} finding(s) and was removed: mend the source or "
                 f"this disk and run again:\n  {listed}"
             )
 

@@ -22,7 +22,6 @@ from dspark_cache.plots import CHARTS, sample_bins
 from dspark_cache.schema import TRAIN
 from dspark_cache.strict_json import is_blank
 from dspark_cache.target import is_tokenizer_file
-from dspark_cache.verify import OTHERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,20 +75,18 @@ def folder_texts(folder: Path | None, provenance: Provenance | None) -> Texts:
     return tokenizer_texts(folder, found, expected if comparable else None, name=folder.name)
 
 
-def render_cache_report(cache: CacheFolder, report: Report, tokenizer: Path | None = None) -> str:
+def render_cache_report(cache: CacheFolder, report: Report, texts: Texts) -> str:
     """Return the page of one verified cache, wherever it is.
 
     Args:
         cache: The cache.
         report: What `verify_cache` found of it.
-        tokenizer: Folder of the target or of its tokenizer, for the text of samples; without it ids are shown.
+        texts: What turns its ids into text, see `folder_texts`.
 
     Raises:
-        InputError: The folder holds no files.
         SettingsError: jinja2, of the extra `pipeline`, is not installed.
     """
     part = cache.provenance.held_out.get("part", TRAIN) if cache.provenance else TRAIN
-    texts = folder_texts(tokenizer, cache.provenance)
     return render_report({part: verified_part(cache, report, texts)})
 
 
@@ -124,7 +121,7 @@ def render_report(parts: Mapping[str, VerifiedPart]) -> str:
         _template().render(
             title=first.cache.manifest["target_model"],
             num_findings=len(findings),
-            are_all_listed=all(finding.message != OTHERS for finding in findings),
+            are_all_listed=all(part.report.lists_all for part in parts.values()),
             level=first.report.level,
             remedies={level: REMEDIES[level] for level in levels},
             identity=_identity(first.cache),

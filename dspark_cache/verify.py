@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dspark_cache.shard_file import ShardFile
     from dspark_cache.tokens import Tokens
 
-OTHERS = "and others"
+_OTHERS = "and others"
 MAX_FINDINGS = 100
 """Of shards so many are listed whole; then only the first of each file: who mends the cache needs all their names."""
 
@@ -247,10 +247,14 @@ class Report:
     distances: list[Distance] = field(default_factory=list)
 
     @property
+    def lists_all(self) -> bool:
+        """Whether there are no findings but those that are listed."""
+        return all(finding.message != _OTHERS for finding in self.findings)
+
+    @property
     def count(self) -> str:
         """How many findings there are, in words: at least so many where not all are listed."""
-        others = sum(finding.message == OTHERS for finding in self.findings)
-        return f"at least {len(self.findings)}" if others else str(len(self.findings))
+        return f"{'' if self.lists_all else 'at least '}{len(self.findings)}"
 
     def collect(self, findings: Iterable[Finding]) -> bool:
         """Take the findings of one level; say whether there were none."""
@@ -400,7 +404,7 @@ def _limited(findings: Iterable[Finding], limit: int) -> list[Finding]:
             named.add(finding.file)
         else:
             others.setdefault(finding.file, finding)
-    return [*listed, *(replace(finding, message=OTHERS) for finding in others.values())]
+    return [*listed, *(replace(finding, message=_OTHERS) for finding in others.values())]
 
 
 def _expected(cache: CacheFolder, tokens: Tokens | None, kept: list[int] | None, report: Report) -> Expected | None:

@@ -15,9 +15,10 @@ def main() -> None:
     parts = verify_stage(stage)
     put_reports(stage, parts)
     for name, part in parts.items():
-        if findings := part.report.findings:
-            listed = "\n  ".join(str(finding) for finding in findings[:20])
-            raise VerificationError(f"the {name} cache has {len(findings)} finding(s), see {PAGE_PATH}:\n  {listed}")
+        report = part.report
+        if report.findings:
+            listed = "\n  ".join(str(finding) for finding in report.findings[:20])
+            raise VerificationError(f"the {name} cache has {report.count} finding(s), see {PAGE_PATH}:\n  {listed}")
     release_blocks(stage)
 
 

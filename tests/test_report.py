@@ -243,7 +243,7 @@ def test_lengths_are_those_of_the_samples(made: Repository) -> None:
 
 def test_a_cache_without_provenance_has_a_page(make_cache: Callable[..., Path]) -> None:
     folder = CacheFolder(make_cache(9, 4))
-    text = words(render_cache_report(folder, verify_cache(folder, "values")))
+    text = words(render_cache_report(folder, verify_cache(folder, "values"), folder_texts(None, folder.provenance)))
     assert "Verification of the cache of models/tiny Sound: nothing was found up to the level values." in text
     assert "train: 0 findings; no sample was recomputed by the target." in text
     assert "Token ids are shown, since no folder with the target's tokenizer was given." in text
@@ -299,7 +299,8 @@ def test_sizes_are_readable(num_bytes: int, text: str) -> None:
 
 def test_one_part_of_a_split_cache_has_a_page_with_text(made: Repository) -> None:
     folder = CacheFolder(made.root / "cache-eval")
-    page = render_cache_report(folder, verify_cache(folder, "supervision"), ROOT / "inputs/target")
+    texts = folder_texts(ROOT / "inputs/target", folder.provenance)
+    page = render_cache_report(folder, verify_cache(folder, "supervision"), texts)
     assert "Part eval: cache-eval" in words(page)
     assert "Part train" not in page
     assert "&lt;|im_start|&gt;assistant\n<mark>" in page
